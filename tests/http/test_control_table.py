@@ -1,4 +1,7 @@
-"""Every row of the table of control: by one replica, by several, and by several of which one does not answer."""
+"""Every row of the table of control: by one replica, by several, and by several of which one does not answer.
+
+Adapters have a file of their own.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def check(row: Row, answer, engines):
 
 
 def test_every_row_is_here():
-    assert set(ROWS) == set(COMMANDS)
+    assert set(ROWS) == {path for path in COMMANDS if "_lora_" not in path}
 
 
 @pytest.mark.parametrize("path", ROWS)

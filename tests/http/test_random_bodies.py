@@ -61,7 +61,7 @@ def short_context(engine, monkeypatch):
 def tamed(value: object, name: str = "") -> object:
     """The same body with numbers that this server can serve, under the names that bound them."""
     if isinstance(value, dict):
-        untamable = {"model", "text"} if value.get("input_ids") else {"model"}
+        untamable = {"model", "lora_path"} | ({"text"} if value.get("input_ids") else set())
         return {key: tamed(each, key) for key, each in value.items() if key not in untamable}
     if isinstance(value, list):
         return [tamed(each, name) for each in value[:3]]

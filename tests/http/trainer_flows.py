@@ -59,7 +59,7 @@ FLOWS = {
         ("POST", "/resume", None, 200, {}),
         ("GET", "/liveness", None, 200, {}),
         ("POST", "/init_broadcaster", {}, 404, {}),
-        ("POST", "/load_lora_adapter", {"lora_name": "x", "lora_path": "/x"}, 501, {}),
+        ("POST", "/load_lora_adapter", {"lora_name": "x", "lora_path": "/x"}, 404, {}),
     ],
     "AReaL by SGLang": [
         ("GET", "/health", None, 200, {}),
@@ -74,6 +74,7 @@ FLOWS = {
         ("POST", "/areal_continue_generation", {}, 200, _DONE),
         ("POST", "/areal_set_update_weight_meta", {"names": [], "dtypes": []}, 501, {}),
         ("POST", "/areal_update_weights_xccl", {}, 501, {}),
+        ("POST", "/areal_update_weights_lora_xccl", {"names": ["n"], "lora_name": "a-v3"}, 501, {}),
     ],
     "verl": [
         ("POST", "/abort_request", {"rid": "", "abort_all": True}, 200, {}),

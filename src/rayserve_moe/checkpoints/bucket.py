@@ -2,6 +2,7 @@
 
 The metadata `crc32` is JSON `{name: integer}` over the bytes of every tensor. A delta also has `base_version` there,
 and for a checkpoint tensor NAME the arrays `NAME.positions` (uint32, flat, C order) and `NAME.values` of equal length.
+The metadata `adapter_config` makes the tensors those of a LoRA adapter; JSON null there stands for no adapter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rayserve_moe.checkpoints.adapters.config import AdapterConfig, adapter_config_of
 from rayserve_moe.checkpoints.casting import is_finite
 from rayserve_moe.checkpoints.header import DTYPES, STORED_DTYPES, CheckpointError, TensorEntry, read_header
 from rayserve_moe.checkpoints.header import read_metadata as metadata_of
@@ -23,6 +25,7 @@ from rayserve_moe.checkpoints.pieces import Region
 from rayserve_moe.config.given_files import GivenFileError, parse_json_object
 
 POSITIONS, VALUES = ".positions", ".values"
+ADAPTER_CONFIG = "adapter_config"
 BUCKET = Path("the bucket")
 """Name of the source in error messages."""
 _ALIGNMENT = 8
@@ -82,6 +85,17 @@ class SentBucket:
 
 
 @dataclass(frozen=True)
+class SentAdapter:
+    """A LoRA adapter, which every host reads whole and merges into its share of the configured checkpoint."""
+
+    body: np.ndarray
+    """The bucket's bytes, uint8."""
+    base_version: str | None = None
+    restores_base: bool = False
+    """True for no adapter: the configured checkpoint as it is."""
+
+
+@dataclass(frozen=True)
 class SentShares:
     """A bucket that the sender has cut into the hosts' shares."""
 
@@ -120,7 +134,7 @@ class _Memory:
         return bytes(self._body[offset : offset + num_bytes])
 
 
-def read_bucket(body: bytes | bytearray) -> SentBucket:
+def read_bucket(body: bytes | bytearray) -> SentBucket | SentAdapter:
     """Read a bucket and check it; its tensors are views of `body`.
 
     Raises CheckpointError if it is truncated or malformed, a checksum is missing or wrong, a value is not finite, a
@@ -135,10 +149,33 @@ def read_bucket(body: bytes | bytearray) -> SentBucket:
     for tensor in tensors:
         if not is_finite(tensor.values):
             raise CheckpointError(f"tensor {tensor.name} holds values that are not finite")
+    if ADAPTER_CONFIG in metadata:
+        restores_base = adapter_config_in(metadata) is None
+        return SentAdapter(np.frombuffer(view, np.uint8), base_version, restores_base)
     return SentBucket(tensors, base_version)
 
 
-def write_bucket(tensors: Sequence[SentTensor], *, base_version: str | None = None) -> Iterator[bytes | memoryview]:
+def adapter_in(body: np.ndarray) -> tuple[AdapterConfig | None, dict[str, np.ndarray]]:
+    """Return the config, None for no adapter, and the tensors of a SentAdapter's bytes, which `read_bucket` checked."""
+    view = np.ascontiguousarray(body).data
+    entries, metadata = read_header(BUCKET, _Memory(view)), metadata_of(BUCKET, _Memory(view))
+    return adapter_config_in(metadata), {name: _array(entry, view) for name, entry in entries.items()}
+
+
+def adapter_config_in(metadata: Mapping[str, str]) -> AdapterConfig | None:
+    """Return the adapter's config in a bucket's metadata; None for JSON null. Raises CheckpointError for others."""
+    raw = metadata[ADAPTER_CONFIG]
+    if raw == "null":
+        return None
+    try:
+        return adapter_config_of(parse_json_object(raw.encode()))
+    except GivenFileError as error:
+        raise CheckpointError(f"{ADAPTER_CONFIG} in __metadata__ must be a JSON object: {error}") from error
+
+
+def write_bucket(
+    tensors: Sequence[SentTensor], *, base_version: str | None = None, adapter_config: str | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a bucket part by part; contiguous tensors are not copied."""
     arrays: dict[str, np.ndarray] = {}
     for tensor in tensors:
@@ -148,8 +185,8 @@ def write_bucket(tensors: Sequence[SentTensor], *, base_version: str | None = No
             arrays |= {tensor.name + POSITIONS: tensor.positions, tensor.name + VALUES: tensor.values}
     raw = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for name, array in arrays.items()}
     header: dict[str, object] = {"__metadata__": {"crc32": json.dumps({name: zlib.crc32(raw[name]) for name in raw})}}
-    if base_version is not None:
-        header["__metadata__"] |= {"base_version": base_version}  # type: ignore[operator]
+    texts = {"base_version": base_version, ADAPTER_CONFIG: adapter_config}
+    header["__metadata__"] |= {key: text for key, text in texts.items() if text is not None}  # type: ignore[operator]
     begin = 0
     for name, array in arrays.items():
         end = begin + array.nbytes

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rayserve_moe.checkpoints.adapters.additions import MergedTensors
 from rayserve_moe.checkpoints.header import (
     DTYPES,
     MAX_NAME_LENGTH,
@@ -67,6 +68,8 @@ class CheckpointFiles:
     stored: Mapping[str, TensorEntry] = field(default_factory=dict)
     """Tensors as files hold them."""
     quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
+    adapter: MergedTensors | None = None
+    """Additions to the tensors that `read` returns; None for none."""
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +86,7 @@ class CheckpointFiles:
         return self.quantized[name].row_dim if name in self.quantized else -2
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Copy `tensor[index]` out of its file, in the file's dtype or decoded; other rows are not read.
+        """Copy `tensor[index]` out of its file, in the file's dtype, decoded or merged; no other rows are read.
 
         `index` holds a slice per leading dimension. Raises CheckpointError for an unknown name, a dtype that weights
         cannot have, or a file that was written or replaced since it was opened.
@@ -91,13 +94,17 @@ class CheckpointFiles:
         entry = self.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"{self.directory}: no tensor {name}")
-        if name in self.quantized:
-            return self.quantized[name].read(self._read_stored, index)
-        if entry.dtype not in DTYPES:
+        if name not in self.quantized and entry.dtype not in DTYPES:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype} (readable: {', '.join(DTYPES)})"
             )
-        return self._read_stored(name, index)
+        quantized = self.quantized.get(name)
+        values = self._read_stored(name, index) if quantized is None else quantized.read(self._read_stored, index)
+        if self.adapter is None:
+            return values
+        parts = (*index, *[slice(None)] * (len(entry.shape) - len(index)))
+        bounds = [part.indices(size)[:2] for part, size in zip(parts, entry.shape, strict=True)]
+        return self.adapter.merged(name, values, bounds)
 
     def read_scales(
         self, name: str, region: tuple[tuple[int, int], ...], *, dtype: str, block: int

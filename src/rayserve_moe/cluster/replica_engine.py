@@ -35,6 +35,8 @@ class FirstWeights:
     """Shares that another replica's keepers offer; they take precedence over `path`."""
     placement: ExpertPlacement | None = None
     """Expert placement of `shares`."""
+    adapter: str | None = None
+    """Name of the adapter that is merged into `shares`; empty: they are the configured checkpoint; None: others."""
 
     @property
     def of_group(self) -> GroupWeights:
@@ -54,8 +56,10 @@ class ReplicaEngine:
 
     def offered_weights(self) -> FirstWeights | None:
         """Return the weights another replica can start with; None unless the serving weights were sent and are kept."""
-        shares = self.executor.sources.offered
-        return FirstWeights("", self.loop.card.weight_version, shares, self.loop.eplb.first) if shares else None
+        shares, loop = self.executor.sources.offered, self.loop
+        if not shares:
+            return None
+        return FirstWeights("", loop.card.weight_version, shares, loop.eplb.first, loop.control.adapter)
 
     def shutdown(self) -> None:
         """Abort running requests and stop everything. May be called twice."""
@@ -95,4 +99,7 @@ def start_replica_engine(
             rebuilder=executor if settings.cluster.max_rebuilds_in_10_minutes else None,
         )
         undo.pop_all()
+    loop.control.base_path = described.card.path
+    if weights.shares or weights.path not in ("", described.card.path):
+        loop.control.adapter = weights.adapter
     return ReplicaEngine(loop, described.tokenizer, executor)

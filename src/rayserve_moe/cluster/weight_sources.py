@@ -14,12 +14,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError, RayTaskError
 
-from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor, pieces_for
+from rayserve_moe.checkpoints.bucket import Heads, SentAdapter, SentShares, SentTensor, WantedTensor, pieces_for
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.open_shares import SharePlace
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.weight_keepers import KEEP_S, KeptShare, WeightKeepers, by_host
-from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, KEEP, SHARE, WANTED
+from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, KEEP, MERGE, ROUNDING, SHARE, WANTED
 from rayserve_moe.config.given_files import one_line
 from rayserve_moe.config.settings import ClusterSettings
 from rayserve_moe.engine.executor import ExecutorFailure
@@ -187,6 +187,13 @@ class GroupTensors:
             ]
             ray.get(calls, timeout=self._timeout_s())
         self._wait()
+
+    def merge(self, adapter: SentAdapter) -> float:
+        body = ray.put(adapter.body)
+        self._ask(MERGE, body)
+        reach("merging", self)
+        self._wait()
+        return max(self._ask(ROUNDING))
 
     def finish(self) -> None:
         token = secrets.token_hex(8) if self._shares else ""

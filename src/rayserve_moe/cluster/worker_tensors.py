@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.requests.records import WeightsRefusedError
 
 BEGIN, WANTED, ADD, FINISH, KEEP, SHARE = "begin", "wanted", "add", "finish", "keep", "share"
+MERGE, ROUNDING = "merge", "rounding"
 
 
 class WorkerTensors:
@@ -28,8 +30,17 @@ class WorkerTensors:
 
     def answer(self, call: str, *arguments: Any) -> Any:
         """Return the result of a call by its name."""
-        calls = {BEGIN: self._begin, WANTED: self._wanted, ADD: self._add, FINISH: self._finish}
-        return (calls | {KEEP: self._keep, SHARE: self._place})[call](*arguments)
+        calls: dict[str, Callable[..., Any]] = {
+            BEGIN: self._begin,
+            WANTED: self._wanted,
+            ADD: self._add,
+            MERGE: self._merge,
+            ROUNDING: lambda: self._staging.max_rounding,
+            FINISH: self._finish,
+            KEEP: self._keep,
+            SHARE: self._place,
+        }
+        return calls[call](*arguments)
 
     def drop(self) -> None:
         """Discard the update."""
@@ -60,6 +71,9 @@ class WorkerTensors:
 
     def _add(self, pieces: list[SentPiece]) -> None:
         self._reading.run(lambda _: self._staging.add([piece.as_typed() for piece in pieces]))
+
+    def _merge(self, body: np.ndarray) -> None:
+        self._reading.run(lambda given_up: self._staging.merge(body, given_up))
 
     def _finish(self, token: str) -> None:
         """Stage the received tensors, and share them under `token` if it is not empty."""

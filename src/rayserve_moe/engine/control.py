@@ -63,6 +63,10 @@ class EngineControl:
         self._held: list[list[Sequence]] | None = None
         self.num_updates = 0
         self.card = card
+        self.base_path = card.path
+        """Path of the configured checkpoint."""
+        self.adapter: str | None = ""
+        """Name of the merged adapter; empty: the configured checkpoint serves; None: other weights do."""
         between = BetweenSteps(
             self._hold_experts, eplb.resume, self._swap, self.record_loss, lambda: self.card.weight_version
         )
@@ -212,6 +216,7 @@ class EngineControl:
             return WeightOutcome(False, LOST_WHILE_CHANGING, self.card.weight_version, gap_s=_since(started))
         self.num_updates += 1
         self.card = replace(self.card, weight_version=version, path=order.model_path or self.card.path)
+        self.adapter = "" if order.model_path == self.base_path else order.adapter
         num_paused = len(there) if self._cycle.is_paused else 0
         return WeightOutcome(True, "the new weights serve", version, num_paused, _since(started))
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor
+from rayserve_moe.checkpoints.bucket import Heads, SentAdapter, SentShares, SentTensor, WantedTensor
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
@@ -61,6 +61,13 @@ class TensorReceiver(Protocol):
 
     def stage_shares(self, shares: SentShares) -> None:
         """Give every host the parts that the sender has cut for it: all that it wants of these tensors."""
+        ...
+
+    def merge(self, adapter: SentAdapter) -> float:
+        """Have every host read its share of the configured checkpoint with an adapter, in place of sent tensors.
+
+        Returns: the largest |round(W) - W| of the merged matrices.
+        """
         ...
 
     def finish(self) -> None:

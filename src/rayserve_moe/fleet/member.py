@@ -199,7 +199,12 @@ class FleetMember:
             self.applied = wanted if wanted.number > self.applied.number else self.applied
 
     def _take(self, control: EngineControl, weights: ServedWeights) -> WeightOutcome:
-        order = WeightOrder(weights.path or "", weights.version, aborts_requests=weights.aborts_requests)
+        order = WeightOrder(
+            weights.path or "",
+            weights.version,
+            aborts_requests=weights.aborts_requests,
+            adapter=weights.adapter,
+        )
         if weights.order_id == self.applied.weights.order_id:
             version = weights.version or control.card.weight_version
             control.rename_weights(version, aborts_requests=weights.aborts_requests).result()

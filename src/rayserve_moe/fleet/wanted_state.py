@@ -32,6 +32,8 @@ class ServedWeights:
     """Weight version; None: the model's own."""
     aborts_requests: bool = False
     """True if the change aborts running requests."""
+    adapter: str | None = None
+    """Name of the adapter that is merged into them; empty: the configured checkpoint; None: other weights."""
     awaited: str = ""
     """Version of weights lost with all replicas that had them; requests are rejected until weights are updated."""
 

@@ -13,14 +13,25 @@ from typing import Any, Self
 import numpy as np
 
 from rayserve_moe.answers.native import index_fields, native_answer, native_routing
-from rayserve_moe.checkpoints.bucket import Heads, SentShares, SentTensor, WantedTensor, cut
+from rayserve_moe.checkpoints.adapters.directory import NO_ADAPTER, adapter_body
+from rayserve_moe.checkpoints.bucket import (
+    Heads,
+    SentAdapter,
+    SentShares,
+    SentTensor,
+    WantedTensor,
+    cut,
+    read_bucket,
+)
+from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.model_path import located
-from rayserve_moe.config.given_files import is_url
+from rayserve_moe.config.given_files import is_url, one_line
 from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.config.settings import SettingsError, UpdateSettings
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.guides import constraint_compiler
 from rayserve_moe.engine.loop import EngineLoop
+from rayserve_moe.engine.updates.adapters import adapter_order, load_fault, unload_fault
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
@@ -154,6 +165,36 @@ class Engine:
         order = WeightOrder(path, weight_version, aborts_requests=abort_all_requests)
         return self.loop.control.update_weights(order).result()
 
+    def load_lora_adapter(
+        self,
+        lora_path: str | Path,
+        *,
+        lora_name: str = "",
+        weight_version: str | None = None,
+        abort_all_requests: bool = False,
+    ) -> WeightOutcome:
+        """Merge the LoRA adapter of a directory into the configured checkpoint, in place of any other adapter.
+
+        Its name is the model's by default. Returns like `update_weights_from_disk`.
+        """
+        if fault := load_fault(self.loop.control.adapter):
+            return WeightOutcome(False, fault, self.card.weight_version)
+        try:
+            body = adapter_body(str(Path(lora_path).absolute()))
+        except CheckpointError as error:
+            return WeightOutcome(False, one_line(str(error)), self.card.weight_version)
+        order = adapter_order(
+            lora_name or self.card.name, weight_version=weight_version, aborts_requests=abort_all_requests
+        )
+        return self.loop.control.tensors.stage(read_bucket(body), order).result()
+
+    def unload_lora_adapter(self, lora_name: str = "", *, weight_version: str | None = None) -> WeightOutcome:
+        """Restore the configured checkpoint to the bit, if the adapter of this name is merged."""
+        if fault := unload_fault(self.loop.control.adapter, lora_name or self.card.name):
+            return WeightOutcome(False, fault, self.card.weight_version)
+        order = adapter_order("", weight_version=weight_version)
+        return self.loop.control.tensors.stage(read_bucket(NO_ADAPTER), order).result()
+
     def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
         """Abort the requests with this `rid`, or all: they keep their tokens and end with the reason `abort`."""
         if abort_all:
@@ -241,6 +282,10 @@ class LocalTensors:
         """Stage shares, which are the pieces themselves in a single process."""
         (pieces,) = shares.by_host
         self._staging.add([piece.as_typed() for piece in pieces])
+
+    def merge(self, adapter: SentAdapter) -> float:
+        self._staging.merge(adapter.body, threading.Event())
+        return self._staging.max_rounding
 
     def finish(self) -> None:
         self._staging.finish(threading.Event())

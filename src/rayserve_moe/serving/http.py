@@ -58,7 +58,8 @@ TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
 CONTROL = (control.AbortBody, control.AbortIdsBody, control.PauseBody, control.PauseOptions, control.ResetOptions)
 WEIGHTS = (control.UpdateWeightsBody, control.WeightDirBody, control.WeightNameBody, control.PlacementBody)
 TINKER = (TinkerSampleBody, TinkerFutureBody, TinkerSamplingSessionBody, TinkerSessionBody)
-BODIES = (*GENERATION, *TINKER, *TEXT, *CONTROL, *WEIGHTS)
+ADAPTERS = (control.LoadAdapterBody, control.UnloadAdapterBody)
+BODIES = (*GENERATION, *TINKER, *TEXT, *CONTROL, *WEIGHTS, *ADAPTERS)
 
 
 def create_api(state: ApiState) -> FastAPI:

@@ -20,6 +20,8 @@ class WeightOrder:
     """Version of the new weights; None for the number after the last version."""
     aborts_requests: bool = False
     """True to abort all requests when the weights change."""
+    adapter: str | None = None
+    """Name of the adapter that is merged into them; empty: the configured checkpoint; None: other weights."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,5 @@ class WeightOutcome:
     """Number of choices that a pause holds."""
     gap_s: float = 0.0
     """Seconds during which no step could run."""
+    max_rounding: float | None = None
+    """Largest |round(W) - W| of the matrices that an adapter was merged into; None for other weights."""

@@ -8,18 +8,22 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from rayserve_moe.checkpoints.bucket import Heads, SentBucket, SentShares, WantedTensor
+from rayserve_moe.checkpoints.bucket import Heads, SentAdapter, SentBucket, SentShares, WantedTensor
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.updates.orders import LOST_WHILE_READING, NOTHING_STAGED, WeightOrder, WeightOutcome
 from rayserve_moe.requests.records import WeightsRefusedError
 
 log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+AnyBucket = SentBucket | SentShares | SentAdapter
 
 IDLE_S = 600.0
 """Maximum seconds between two buckets of an update; then its staged weights are dropped."""
@@ -98,7 +102,7 @@ class TensorUpdates:
         self._commands.check_open()
         return self._updates.submit(self._wanted, heads, order, base_version)
 
-    def stage(self, bucket: SentBucket | SentShares, order: BucketOrder) -> Future[WeightOutcome]:
+    def stage(self, bucket: AnyBucket, order: BucketOrder) -> Future[WeightOutcome]:
         """Stage a bucket. The outcome tells if it is staged, or for the last bucket if the new weights are active.
 
         The future fails with UpdateConflictError for a bucket out of order.
@@ -155,7 +159,7 @@ class TensorUpdates:
             self._await_next(order.update_id)
         return found
 
-    def _stage(self, bucket: SentBucket | SentShares, order: BucketOrder) -> WeightOutcome:
+    def _stage(self, bucket: AnyBucket, order: BucketOrder) -> WeightOutcome:
         self._check_order(order)
         self.close()
         with ExitStack() as ending:
@@ -224,9 +228,14 @@ class TensorUpdates:
             self._reach(partial(self._executor.tensors.begin, expert_of_slot))
         return self._open
 
-    def _taken(self, bucket: SentBucket | SentShares, order: BucketOrder) -> WeightOutcome:
+    def _taken(self, bucket: AnyBucket, order: BucketOrder) -> WeightOutcome:
         opened, tensors = self._go_on(order.update_id, bucket.base_version), self._executor.tensors
-        if isinstance(bucket, SentShares):
+        max_rounding: float | None = None
+        if isinstance(bucket, SentAdapter):
+            if opened.num_buckets or not order.is_last:
+                raise WeightsRefusedError("an adapter is an update of its own: send it as the only bucket, the last")
+            max_rounding = self._reach(partial(tensors.merge, bucket))
+        elif isinstance(bucket, SentShares):
             self._reach(partial(tensors.stage_shares, bucket))
         else:
             self._reach(partial(tensors.stage, bucket.tensors))
@@ -235,17 +244,18 @@ class TensorUpdates:
             return WeightOutcome(True, "the bucket is staged", self._between.version())
         self._reach(tensors.finish)
         if order.waits:
-            return WeightOutcome(True, "all buckets are staged", self._between.version())
-        return self._commands.call(partial(self._between.swap, order.order, opened.generation)).result()
+            return WeightOutcome(True, "all buckets are staged", self._between.version(), max_rounding=max_rounding)
+        outcome = self._commands.call(partial(self._between.swap, order.order, opened.generation)).result()
+        return replace(outcome, max_rounding=max_rounding)
 
-    def _reach(self, call: Callable[[], None]) -> None:
-        """Call the hosts.
+    def _reach(self, call: Callable[[], Value]) -> Value:
+        """Call the hosts and return their answer.
 
         Raises: WeightsRefusedError if a host is lost.
         """
         assert self._open is not None, "an update is open"
         try:
-            call()
+            return call()
         except ExecutorFailure as failure:
             generation = self._open.generation
             self._commands.call(partial(self._between.record_loss, failure, generation=generation)).result()

@@ -14,9 +14,9 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from rayserve_moe.checkpoints.bucket import SentBucket, read_bucket
+from rayserve_moe.checkpoints.bucket import SentAdapter, SentBucket, read_bucket
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.config.given_files import one_line
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
@@ -27,14 +27,24 @@ from rayserve_moe.serving.api.schemas.control import (
     AbortBody,
     AbortIdsBody,
     BucketOptions,
+    LoadAdapterBody,
     PauseBody,
     PauseOptions,
     ResetOptions,
+    UnloadAdapterBody,
     UpdateWeightsBody,
     WeightDirBody,
     WeightNameBody,
 )
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.adapters import (
+    AdapterOutcome,
+    load_adapter,
+    merge_directory,
+    names_adapter,
+    sent_name,
+    unload_adapter,
+)
 from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.edge_guard import has_admin_key, refused_key
@@ -54,6 +64,7 @@ _PICKLED = (
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 _OPTION_KINDS = {
     "update_id": "string",
+    "lora_name": "string",
     "bucket": "integer",
     "last": "boolean",
     "weight_version": "string",
@@ -156,14 +167,30 @@ async def _resume(asked: Asked, _: None) -> None:
 
 
 async def _update(asked: Asked, body: UpdateWeightsBody) -> WeightOutcome:
-    order = WeightOrder(body.model_path, body.weight_version or None, aborts_requests=body.abort_all_requests)
+    return await _update_by(
+        asked, WeightOrder(body.model_path, body.weight_version or None, aborts_requests=body.abort_all_requests)
+    )
+
+
+async def _update_by(asked: Asked, order: WeightOrder) -> WeightOutcome:
+    """Load a checkpoint, or the adapter that a directory holds in place of one, under the model's name."""
+    if await names_adapter(asked.state, order.model_path):
+        return await merge_directory(asked.fleet, order.model_path, order, asked.state.card.name)
     return await asked.fleet.update_weights(order)
+
+
+async def _load_adapter(asked: Asked, body: LoadAdapterBody) -> AdapterOutcome:
+    return await load_adapter(asked.fleet, body)
+
+
+async def _unload_adapter(asked: Asked, body: UnloadAdapterBody) -> AdapterOutcome:
+    return await unload_adapter(asked.fleet, body)
 
 
 async def _update_from_dir(asked: Asked, body: WeightDirBody) -> WeightOutcome:
     if body.weight_dir is None:
         raise ApiError(501, f"{BY_COLLECTIVE}, or to this route as `weight_dir`", code="not_implemented")
-    return await asked.fleet.update_weights(WeightOrder(body.weight_dir))
+    return await _update_by(asked, WeightOrder(body.weight_dir))
 
 
 async def _rename(asked: Asked, body: WeightNameBody) -> dict[str, Any]:
@@ -185,13 +212,29 @@ def _check_admin(asked: Asked) -> None:
         raise refused_key()
 
 
-def outcome_answer(outcome: WeightOutcome, *, param: str | None = None) -> Response:
-    """Return the answer to an update. A refusal has status 400, and an error object beside SGLang's fields."""
+def outcome_answer(outcome: WeightOutcome, *, param: str | None = None, more: dict[str, Any] | None = None) -> Response:
+    """Return the answer to an update, with `more` fields on success.
+
+    A refusal has status 400, and an error object beside SGLang's fields.
+    """
     fields = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
     if outcome.success:
-        return json_answer({**fields, "weight_version": outcome.weight_version})
+        rounding = {} if outcome.max_rounding is None else {"max_rounding": outcome.max_rounding}
+        return json_answer({**fields, "weight_version": outcome.weight_version, **rounding, **(more or {})})
     error = ApiError(400, outcome.message, param=param, code="weights_refused")
     return json_answer({**error.body(), **fields}, status=error.status)
+
+
+def _merged(done: AdapterOutcome) -> Response:
+    loaded = {done.name: done.path} if done.path else {}
+    return outcome_answer(done.outcome, param="lora_path", more={"loaded_adapters": loaded})
+
+
+def _merged_in_words(done: AdapterOutcome) -> Response:
+    """Return vLLM's answer, a sentence; a refusal is the same as on the other routes."""
+    if not done.outcome.success:
+        return _merged(done)
+    return PlainTextResponse(f"Success: LoRA adapter '{done.name}' {'added' if done.path else 'removed'} successfully.")
 
 
 def _updated(param: str) -> Callable[[WeightOutcome], Response]:
@@ -204,7 +247,10 @@ _GOES_ON = {"success": True, "message": "generation goes on"}
 _FLUSHED = {"success": True, "message": "the cache is flushed"}
 _ABORT_IDS = Command(_abort_ids, json_answer, AbortIdsBody, is_optional=True)
 _FLUSH = Command(_flush, _FLUSHED, ResetOptions, is_optional=True, name="flush_cache")
-_UPDATE = Command(_update, _updated("model_path"), UpdateWeightsBody)
+_UPDATE = Command(_update, _updated("model_path"), UpdateWeightsBody, refusals=(409, *COMMAND))
+_MERGING = (404, 409, *COMMAND)
+_LOAD = Command(_load_adapter, _merged, LoadAdapterBody, refusals=_MERGING, name="load_lora_adapter")
+_UNLOAD = Command(_unload_adapter, _merged, UnloadAdapterBody, refusals=_MERGING, name="unload_lora_adapter")
 _BRACKET = Command(_nothing, {"success": True, "message": _AT_ONCE}, refusals=(413,), name="bracket_weight_update")
 COMMANDS: dict[str, tuple[Command, ...]] = {
     "/abort_request": (Command(_abort, {"success": True}, AbortBody),),
@@ -222,7 +268,14 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "/is_sleeping": (Command(_nothing, {"is_sleeping": False}, refusals=(), methods=("GET",)),),
     "/update_weights_from_disk": (_UPDATE,),
     "/areal_update_weights": (_UPDATE,),
-    "/update_weights": (Command(_update_from_dir, _updated("weight_dir"), WeightDirBody, refusals=(501, *COMMAND)),),
+    "/update_weights": (
+        Command(_update_from_dir, _updated("weight_dir"), WeightDirBody, refusals=(409, 501, *COMMAND)),
+    ),
+    "/load_lora_adapter": (_LOAD,),
+    "/skyrl/v1/load_lora_adapter": (_LOAD,),
+    "/v1/load_lora_adapter": (replace(_LOAD, answer=_merged_in_words),),
+    "/unload_lora_adapter": (_UNLOAD,),
+    "/v1/unload_lora_adapter": (replace(_UNLOAD, answer=_merged_in_words),),
     "/update_weight_version": (Command(_rename, json_answer, WeightNameBody, is_optional=True),),
     "/begin_weight_update": (_BRACKET,),
     "/end_weight_update": (_BRACKET,),
@@ -265,7 +318,8 @@ def tensor_router(state: ApiState) -> APIRouter:
             if isinstance(bucket, str):
                 return outcome_answer(WeightOutcome(False, bucket, state.card.weight_version))
             try:
-                outcome = await Fleet(state).stage_bucket(bucket, sent=body, order=_order_of(options))
+                order = _order_of(options, adapter=sent_name(state, bucket, options.lora_name))
+                outcome = await Fleet(state).stage_bucket(bucket, sent=body, order=order)
             except UpdateConflictError as error:
                 raise ApiError(409, str(error), code="weights_conflict") from error
         return outcome_answer(outcome)
@@ -317,12 +371,14 @@ def _options_of(request: Request) -> BucketOptions:
     return validate(BucketOptions, fields)
 
 
-def _order_of(options: BucketOptions) -> BucketOrder:
-    order = WeightOrder("", options.weight_version or None, aborts_requests=options.abort_all_requests)
+def _order_of(options: BucketOptions, *, adapter: str | None) -> BucketOrder:
+    order = WeightOrder("", options.weight_version or None, aborts_requests=options.abort_all_requests, adapter=adapter)
     return BucketOrder(options.update_id, order, options.bucket, options.last)
 
 
-async def _bucket_of(request: Request, state: ApiState, update_id: str, *, body: bytearray) -> SentBucket | str:
+async def _bucket_of(
+    request: Request, state: ApiState, update_id: str, *, body: bytearray
+) -> SentBucket | SentAdapter | str:
     """Receive a bucket into `body`; return it, or the reason for its refusal.
 
     The update is dropped if the bucket is unusable or the client disconnects; other replicas then reject later buckets.

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rayserve_moe.checkpoints.bucket import SentBucket, SentShares
+from rayserve_moe.checkpoints.bucket import SentShares
 from rayserve_moe.engine.control import EngineControl, WeightOrder, WeightOutcome, following_version
-from rayserve_moe.engine.updates.tensors import BucketOrder, UpdateConflictError
+from rayserve_moe.engine.updates.tensors import AnyBucket, BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answer, Answers
 from rayserve_moe.fleet.member import FleetMember, StateUnavailableError
 from rayserve_moe.fleet.wanted_state import LEASE_S, FleetView, ServedWeights, Wanted
@@ -103,7 +103,7 @@ class Fleet:
         own = partial(self._control.update_weights, order)
         return await self._switch(order, own, partial(self._stage_path, order.model_path), path=order.model_path)
 
-    async def stage_bucket(self, bucket: SentBucket | SentShares, *, sent: Sent, order: BucketOrder) -> WeightOutcome:
+    async def stage_bucket(self, bucket: AnyBucket, *, sent: Sent, order: BucketOrder) -> WeightOutcome:
         """Stage a bucket on all replicas; after the last one all replicas switch to the sent weights, or none does.
 
         The receiver of a bucket forwards it.
@@ -155,14 +155,16 @@ class Fleet:
             if _is_lone(membership.member, view):
                 outcome = await asyncio.wrap_future(own())
                 if outcome.success:
-                    await _publish(membership, order_id, ServedWeights(order_id, path, outcome.weight_version))
+                    served = ServedWeights(order_id, path, outcome.weight_version, adapter=order.adapter)
+                    await _publish(membership, order_id, served)
                 return outcome
             staged = await stage(order_id)
             if not staged.success:
                 return staged
             version = order.weight_version or following_version(self._control)
-            weights = ServedWeights(order_id, path, version, order.aborts_requests)
-            return await self._decide(membership, order_id, weights=weights)
+            weights = ServedWeights(order_id, path, version, order.aborts_requests, adapter=order.adapter)
+            decided = await self._decide(membership, order_id, weights=weights)
+            return replace(decided, max_rounding=staged.max_rounding)
 
     async def _stage_path(self, path: str, order_id: str) -> WeightOutcome:
         """Have all replicas stage a checkpoint; if any does not, all drop it."""

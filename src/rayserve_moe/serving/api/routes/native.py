@@ -20,7 +20,7 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api.answers.answering import Writer, respond, rollout_type
 from rayserve_moe.serving.api.answers.request_streams import RequestStreams, open_streams, refusals_named
 from rayserve_moe.serving.api.answers.routing import RoutingWriter
-from rayserve_moe.serving.api.routes.request_parts import forced_rows_of, prompt_ids_of
+from rayserve_moe.serving.api.routes.request_parts import check_adapter, forced_rows_of, prompt_ids_of
 from rayserve_moe.serving.api.schemas.native import GenerateBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import Asking, answer_stem, asking_of
@@ -42,6 +42,7 @@ def native_router(state: ApiState) -> APIRouter:
     @router.post("/generate", **generates(GenerateBody, in_containers=True))
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateBody, admission=state.admission)
+        check_adapter(state, body.lora_path)
         container = rollout_type(request, stream=body.stream)
         names = {**_PARAM_NAMES, "prompt": body.prompt_name}
         with refusals_named(names):

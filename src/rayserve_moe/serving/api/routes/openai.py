@@ -20,7 +20,13 @@ from rayserve_moe.serving.api.answers.chat_parts import asked_parts
 from rayserve_moe.serving.api.answers.openai import OpenAIWriter
 from rayserve_moe.serving.api.answers.request_streams import RequestStreams, open_streams, refusals_named
 from rayserve_moe.serving.api.routes.chat_prompt import chat_ids
-from rayserve_moe.serving.api.routes.request_parts import check_model, forced_rows_of, prompt_ids_of, truncation_of
+from rayserve_moe.serving.api.routes.request_parts import (
+    check_adapter,
+    check_model,
+    forced_rows_of,
+    prompt_ids_of,
+    truncation_of,
+)
 from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import Asking, answer_stem, asking_of
@@ -45,6 +51,7 @@ def openai_router(state: ApiState) -> APIRouter:
     async def completions(request: Request) -> Response:
         body = with_routing(state, await read_body(request, CompletionBody, admission=state.admission))
         check_model(state, body.model)
+        check_adapter(state, body.lora_path)
         prompts = await prompt_ids_of(
             state,
             body.prompt,
@@ -59,6 +66,7 @@ def openai_router(state: ApiState) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         body = with_routing(state, await read_body(request, ChatBody, admission=state.admission))
         check_model(state, body.model)
+        check_adapter(state, body.lora_path)
         prompt_ids = await chat_ids(state, body, request=request)
         return await _answer(state, request, body=body, prompts=[prompt_ids])
 

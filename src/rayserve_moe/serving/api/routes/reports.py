@@ -45,13 +45,15 @@ def model_router(state: ApiState) -> APIRouter:
 
     @router.get("/v1/models", **answers())
     async def models() -> Response:
-        return json_answer({"object": "list", "data": [_model_object(state)]})
+        return json_answer({"object": "list", "data": [_model_object(state), *_adapter_objects(state)]})
 
     @router.get("/v1/models/{name:path}", **answers(404), openapi_extra=_NAME_IN_PATH)
     async def model(request: Request) -> Response:
-        if request.path_params["name"] != state.card.name:
-            raise ApiError(404, "no such model", param="model", code="model_not_found")
-        return json_answer(_model_object(state))
+        name = request.path_params["name"]
+        for served in (_model_object(state), *_adapter_objects(state)):
+            if served["id"] == name:
+                return json_answer(served)
+        raise ApiError(404, "no such model", param="model", code="model_not_found")
 
     @router.get("/model_info", **answers())
     @router.get("/get_model_info", **answers())
@@ -113,6 +115,12 @@ def _model_object(state: ApiState) -> dict:
     }
 
 
+def _adapter_objects(state: ApiState) -> list[dict]:
+    """Return the merged adapter as vLLM lists it; empty without any, and for one under the model's own name."""
+    adapter, served = state.loop.control.adapter, _model_object(state)
+    return [{**served, "id": adapter, "parent": served["id"]}] if adapter and adapter != served["id"] else []
+
+
 def _model_description(state: ApiState) -> dict:
     card = state.card
     return {
@@ -121,6 +129,7 @@ def _model_description(state: ApiState) -> dict:
         "served_model_name": card.name,
         "is_generation": True,
         "weight_version": card.weight_version,
+        "adapter": state.loop.control.adapter or None,
         "max_model_len": card.max_model_len,
         "vocab_size": card.vocab_size,
         "enable_return_routed_experts": card.returns_routing,

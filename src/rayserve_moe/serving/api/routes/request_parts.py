@@ -27,14 +27,27 @@ _BYTES_PER_ID = 8
 
 
 def check_model(state: ApiState, model: str | None) -> None:
-    """Check the requested model.
+    """Check the requested model: the served one, the merged adapter, or both as `model:adapter`.
 
     Raises: ApiError 404 for a model that is not served.
     """
-    if model not in (None, state.card.name):
-        raise ApiError(
-            404, f"no such model: this server serves `{state.card.name}`", param="model", code="model_not_found"
-        )
+    name, adapter = state.card.name, state.loop.control.adapter
+    if model is None or model == name or (adapter and model in (adapter, f"{name}:{adapter}")):
+        return
+    merged = f" with the adapter `{adapter}`" if adapter else ""
+    raise ApiError(404, f"no such model: this server serves `{name}`{merged}", param="model", code="model_not_found")
+
+
+def check_adapter(state: ApiState, names: str | Sequence[str | None] | None) -> None:
+    """Check the requested adapter, or those of the prompts of a batch; None is what serves.
+
+    Raises: ApiError 404 for an adapter that is not merged.
+    """
+    adapter = state.loop.control.adapter
+    asked = {names} if isinstance(names, str) else {*(names or ())}
+    if asked - {None, "", adapter}:
+        merged = f"the merged adapter is `{adapter}`" if adapter else "no adapter is loaded"
+        raise ApiError(404, f"no such adapter: {merged}", param="lora_path", code="adapter_not_found")
 
 
 def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:

@@ -15,7 +15,10 @@ BY_COLLECTIVE = f"weights do not arrive over NCCL collectives here: {_INSTEAD}"
 _BY_MEMORY = f"weights do not arrive as CUDA memory handles here: {_INSTEAD}"
 _MEMORY = "device memory stays with the server while it runs: stop it to have the memory"
 
-_ADAPTERS = "this server has no adapters: merge them into a checkpoint and load that"
+_ADAPTERS = (
+    "adapters do not arrive as pickled tensors, device handles or by NCCL: load them from disk by /load_lora_adapter, "
+    "or POST safetensors with `adapter_config` in their metadata to /update_weights_from_tensor"
+)
 _READ = "weights are checked as they are read: a wrong checkpoint is refused by /update_weights_from_disk"
 _PROFILE = "profiles are switched on by settings, not by requests"
 _GENERATION = "this server generates tokens and embeddings: it has no classes"
@@ -26,7 +29,7 @@ _UNSUPPORTED_CONTROL = {
         /areal_set_update_weight_meta_lora /areal_update_weights_lora_xccl""",
     _BY_MEMORY: "/post_process_weights",
     _MEMORY: "/release_memory_occupation /resume_memory_occupation /sleep /wake_up",
-    _ADAPTERS: """/load_lora_adapter /v1/load_lora_adapter /v1/unload_lora_adapter /skyrl/v1/load_lora_adapter
+    _ADAPTERS: """/load_lora_adapter_from_tensors /load_lora_adapter_from_distributed /register_lora_adapter
         /areal_update_weights_lora""",
     _READ: "/weights_checker /weight_checker",
     _PROFILE: "/start_profile /stop_profile",

@@ -86,6 +86,31 @@ CheckpointPath = Annotated[
 ]
 
 
+AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LoadAdapterBody(RequestBody):
+    """Body of `/load_lora_adapter`: a directory of PEFT's files, and the name that requests may call it by.
+
+    It replaces any other adapter, so that `load_inplace` and `pinned` have no effect.
+    """
+
+    lora_name: AdapterName
+    lora_path: CheckpointPath
+    load_inplace: bool = True
+    pinned: bool = True
+    weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""
+    abort_all_requests: bool = False
+
+
+class UnloadAdapterBody(RequestBody):
+    """Body of `/unload_lora_adapter`: the name of the merged adapter."""
+
+    lora_name: AdapterName
+    weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""
+    abort_all_requests: bool = False
+
+
 class WeightDirBody(RequestBody):
     """Body of `/update_weights`: a directory as in `/update_weights_from_disk`; without it, a collective's update."""
 
@@ -109,12 +134,15 @@ class UpdateWeightsBody(RequestBody):
 class BucketOptions(RequestBody):
     """Query of `/update_weights_from_tensor`: update of a bucket, number from 0, and a flag for the last bucket.
 
+    `lora_name` is the name of an adapter, which is a single bucket.
+
     The other fields apply to the last bucket, as in `/update_weights_from_disk`.
     """
 
     update_id: RequestId
     bucket: Annotated[int, Field(ge=0)] | None = None
     last: bool = False
+    lora_name: Annotated[str, Field(max_length=256)] = ""
     weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""
     flush_cache: bool = True
     abort_all_requests: bool = False

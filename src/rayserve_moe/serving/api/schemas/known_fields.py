@@ -46,6 +46,7 @@ _SCHEMAS: tuple[type[BaseModel], ...] = (
     *(TinkerSamplingSessionBody, TinkerSessionBody),
     *(control.AbortBody, control.AbortIdsBody, control.PauseBody, control.PauseOptions, control.ResetOptions),
     *(control.UpdateWeightsBody, control.WeightDirBody, control.WeightNameBody, control.PlacementBody),
+    *(control.LoadAdapterBody, control.UnloadAdapterBody),
 )
 _READ: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
 _BY_NAME = {schema.__name__: schema for schema in _SCHEMAS}

@@ -75,6 +75,9 @@ Listed = Annotated[Any, _reader(LISTED_IDS, takes_lists=True), _schema(LISTED_ID
 States = Annotated[Any, _reader(HIDDEN_STATES), _schema(HIDDEN_STATES)]
 Salts = Annotated[Any, _reader(_SALT), _schema(_SALT)]
 
+_Name = Annotated[str, Field(max_length=256)]
+AdapterNames = _Name | Annotated[list[_Name | None], Field(max_length=MAX_PROMPTS)]
+
 _RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_RID}
 _RIDS_SCHEMA = {"type": "array", "items": _RID_SCHEMA, "maxItems": MAX_PROMPTS, "uniqueItems": True}
 
@@ -123,6 +126,7 @@ class GenerateBody(RoutingFields):
     return_text_in_logprobs: bool = False
     routed_experts_format: RoutingFormat = "sglang"
     rid: Rids = None
+    lora_path: AdapterNames | None = None
     return_prompt_token_ids: bool = False
 
     @model_validator(mode="after")
@@ -132,8 +136,9 @@ class GenerateBody(RoutingFields):
         num_prompts = len(self.batch.prompts)
         if len(self.sampling_params) not in (1, num_prompts):
             raise fault("`sampling_params` should hold one object per prompt")
-        if isinstance(self.rid, list) and len(self.rid) != num_prompts:
-            raise fault("`rid` should hold one id per prompt")
+        for name in ("rid", "lora_path"):
+            if isinstance(value := getattr(self, name), list) and len(value) != num_prompts:
+                raise fault(f"`{name}` should hold one value per prompt")
         for name, value in self:
             if isinstance(value, Each) and len(value) != num_prompts:
                 raise fault(f"`{name}` should hold one value per prompt")

@@ -261,6 +261,7 @@ class OpenAIGeneration(StreamedBody):
     """Fields of both OpenAI routes. SGLang's `no_stop_trim` also keeps the text after the stop string in its token."""
 
     model: str | None = None
+    lora_path: Annotated[str, Field(max_length=256)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     rid: RequestId | None = None
     routed_experts_format: RoutingFormat = "sglang"
