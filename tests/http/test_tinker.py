@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.replay.encoding import decode_rollout
 from rayserve_moe.serving.api.answers.tinker_orders import PROTOBUF
 from rayserve_moe.serving.future_store import FutureStore
@@ -214,6 +215,14 @@ def test_an_order_is_known_to_every_replica_and_lost_with_its_own(engine, second
         assert asked("a", "/retrieve_future", request_id=request_id).status_code == 410
         other = asked("b", "/asample", **ORDER, seq_id=1).json()["request_id"]
         assert asked("b", "/retrieve_future", request_id=other).json()["sequences"] == first["sequences"]
+
+
+def test_a_full_server_asks_for_the_same_order_again(client, engine, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(engine.loop, "capacity", Capacity((None,), 1))
+        answer = client.post("/asample", json={**ORDER, "seq_id": 50})
+        assert answer.status_code == 429 and answer.headers["Retry-After"] == "1"
+    assert retrieved(client, ordered(client, 50)).status_code == 200
 
 
 @pytest.mark.parametrize(
