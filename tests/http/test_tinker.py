@@ -10,11 +10,13 @@ import httpx
 import numpy as np
 import pytest
 
+from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.replay.encoding import decode_rollout
 from rayserve_moe.serving.api.answers.tinker_orders import PROTOBUF
 from rayserve_moe.serving.future_store import FutureStore
 from tests.http.conftest import POISONED_TOKEN_ID, assert_idle, served
 from tests.support.engine.step_gate import unhurried
+from tests.support.serving.local_fleet import local_fleet
 
 PROMPT = [10, 11, 12, 13]
 SESSION = "11111111-1111-4111-8111-111111111111"
@@ -193,6 +195,34 @@ def test_a_question_waits_and_a_cancelled_order_ends(client, engine, monkeypatch
         client.post("/cancel_future", json={"request_id": request_id})
     assert retrieved(client, request_id).status_code == 410
     assert_idle(engine)
+
+
+def test_an_order_is_known_to_every_replica_and_lost_with_its_own(engine, second_engine):
+    def asked(name: str, path: str, **body: Any) -> httpx.Response:
+        return fleet[name].post(f"/api/v1{path}", json=body)
+
+    with local_fleet({"a": engine, "b": second_engine}) as fleet:
+        request_id = asked("a", "/asample", **ORDER, seq_id=0).json()["request_id"]
+        first = asked("a", "/retrieve_future", request_id=request_id).json()
+        assert asked("b", "/asample", **ORDER, seq_id=0).json()["request_id"] == request_id
+        assert len(fleet.calls.replicas["b"].futures) == 0, "it is not computed again"
+        assert asked("b", "/retrieve_future", request_id=request_id).json() == first
+        assert fleet["b"].get(f"/api/v1/rollout_evidence/{request_id}:0").status_code == 200
+        fleet.calls.silent = {"a"}
+        assert asked("b", "/retrieve_future", request_id=request_id).status_code == 410
+        fleet.calls.silent = set()
+        asked("b", "/cancel_future", request_id=request_id)
+        assert asked("a", "/retrieve_future", request_id=request_id).status_code == 410
+        other = asked("b", "/asample", **ORDER, seq_id=1).json()["request_id"]
+        assert asked("b", "/retrieve_future", request_id=other).json()["sequences"] == first["sequences"]
+
+
+def test_a_full_server_asks_for_the_same_order_again(client, engine, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(engine.loop, "capacity", Capacity((None,), 1))
+        answer = client.post("/asample", json={**ORDER, "seq_id": 50})
+        assert answer.status_code == 429 and answer.headers["Retry-After"] == "1"
+    assert retrieved(client, ordered(client, 50)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ async def held_future(state: ApiState, request_id: str, *, in_protobuf: bool, ho
     """Return what this replica knows of an order, after at most `hold_s`; None if nothing."""
     if (task := state.futures.get(request_id)) is None:
         return None
-    await asyncio.wait([task], timeout=hold_s)
+    if not task.done():
+        await asyncio.wait([task], timeout=hold_s)
     if not task.done():
         return Held()
     if task.cancelled():
