@@ -31,6 +31,7 @@ from rayserve_moe.requests.records import IndexLayout
 from rayserve_moe.state.kinds import StateKind
 
 STATE = "index_keys"
+"""State with the keys of an index."""
 CHOSEN = "chosen_tokens"
 """The positions that each token sees, passed from layer to layer: int32 [T, K], ascending with -1 behind."""
 
