@@ -19,6 +19,7 @@ from rayserve_moe.rollouts.alignment import decode_answer, join_turns
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.batch_job import main
 from rayserve_moe.rollouts.client import BlockingRolloutClient
+from rayserve_moe.rollouts.records import index_layout_of
 from tests.http.conftest import assert_idle, served
 from tests.http.test_journal import RESUME, all_events, begin, pair_over, told_of
 from tests.support.engine.step_gate import unhurried
@@ -190,7 +191,7 @@ def test_a_job_keeps_index_rows_in_its_shards(sparse_url, wanted, tmp_path):
     arguments = ["--prompts", str(prompts), "--url", sparse_url, "--max-new-tokens", str(NUM_NEW), "--index-rows"]
     assert main([*arguments, "--out", str(tmp_path / "out"), "--n", "2"]) == 0
     loaded = load(tmp_path / "out")
-    assert len(loaded) == 2 and loaded.index_layout(0).layer_ids == (0, 2)
+    assert len(loaded) == 2 and index_layout_of(loaded, 0).layer_ids == (0, 2)
     for sample in range(2):
         np.testing.assert_array_equal(loaded.index_rows(sample), wanted)
         trajectory = trajectory_of([loaded_rollout(loaded, sample)])
@@ -209,7 +210,7 @@ def loaded_rollout(loaded, sample):
         text=rows["text"],
         finish_reason=rows["finish_reason"],
         routing=loaded.routed_experts(sample),
-        index_layout=loaded.index_layout(sample),
+        index_layout=index_layout_of(loaded, sample),
     )
 
 
