@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import httpx
@@ -12,9 +13,13 @@ import pytest
 from rayserve_moe import Engine, extract_indexer_topk_from_meta_info
 from rayserve_moe.replay.encoding import decode_index
 from rayserve_moe.replay.index_rows import unpacked_rows
+from rayserve_moe.rollouts import Rollout, load
+from rayserve_moe.rollouts.adapters import index_rows, trajectory_of
 from rayserve_moe.rollouts.alignment import decode_answer, join_turns
 from rayserve_moe.rollouts.answers import SampleRequest
+from rayserve_moe.rollouts.batch_job import main
 from rayserve_moe.rollouts.client import BlockingRolloutClient
+from rayserve_moe.rollouts.records import index_layout_of
 from tests.http.conftest import assert_idle, served
 from tests.http.test_journal import RESUME, all_events, begin, pair_over, told_of
 from tests.support.engine.step_gate import unhurried
@@ -179,6 +184,35 @@ def test_the_client_of_rollouts_gets_packed_rows(sparse_url, wanted):
     for rollout in (first, second):
         np.testing.assert_array_equal(rollout.index_rows, wanted)
         assert rollout.index_layout.layer_ids == (0, 2)
+
+
+def test_a_job_keeps_index_rows_in_its_shards(sparse_url, wanted, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"input_ids": PROMPT, "sampling_params": GREEDY}) + "\n")
+    arguments = ["--prompts", str(prompts), "--url", sparse_url, "--max-new-tokens", str(NUM_NEW), "--index-rows"]
+    assert main([*arguments, "--out", str(tmp_path / "out"), "--n", "2"]) == 0
+    loaded = load(tmp_path / "out")
+    assert len(loaded) == 2 and index_layout_of(loaded, 0).layer_ids == (0, 2)
+    for sample in range(2):
+        np.testing.assert_array_equal(loaded.index_rows(sample), wanted)
+        trajectory = trajectory_of([loaded_rollout(loaded, sample)])
+        np.testing.assert_array_equal(index_rows(trajectory), wanted)
+
+
+def loaded_rollout(loaded, sample):
+    """A sample of a shard as a client would have got it."""
+    rows = loaded.table.slice(sample, 1).to_pylist()[0]
+    return Rollout(
+        *(rows[name] for name in ("prompt_id", "sample_index", "weight_version", "seed")),
+        prompt_ids=loaded.prompt_ids[sample],
+        output_ids=loaded.output_ids[sample],
+        logprobs=loaded.logprobs[sample],
+        logprob_versions=tuple(tuple(entry.values()) for entry in rows["logprob_weight_version"]),
+        text=rows["text"],
+        finish_reason=rows["finish_reason"],
+        routing=loaded.routed_experts(sample),
+        index_layout=index_layout_of(loaded, sample),
+    )
 
 
 def test_a_request_goes_on_with_its_index_rows(sparse, wanted):

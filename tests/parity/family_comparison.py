@@ -129,10 +129,18 @@ def answers_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[st
 
 
 def index_rows_of(answers: Sequence[dict[str, Any]]) -> list[np.ndarray | None]:
-    """The index rows of answers, [T, I, K] each; None for answers without any."""
-    return [
-        extract_indexer_topk_from_meta_info(each) if "indexer_topk" in each["meta_info"] else None for each in answers
-    ]
+    """The index rows of answers, [T, I, K] each, which other layers repeat; None for answers without any."""
+    found: list[np.ndarray | None] = []
+    for answer in answers:
+        if (info := answer["meta_info"].get("indexer_topk_info")) is None:
+            found.append(None)
+            continue
+        own = [info["layer_ids"].index(layer) for layer in info["indexer_layer_ids"]]
+        rows = extract_indexer_topk_from_meta_info(answer)
+        sources = np.searchsorted(own, np.arange(rows.shape[1]), side="right") - 1
+        np.testing.assert_array_equal(rows, rows[:, own][:, sources])
+        found.append(rows[:, own])
+    return found
 
 
 def assert_same_answers(answers: list[dict[str, Any]], reference: Reference) -> None:

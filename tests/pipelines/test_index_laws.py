@@ -36,6 +36,8 @@ from tests.support.models.families import FAMILY_CASES, write_family
 from tests.support.speculation.draft_checkpoints import with_prediction_layer
 
 NAMES = ("glm_moe_dsa-1", "deepseek_v32-0")
+"""Cases; of the first, keys of 8 bits too."""
+PARAMS = [(NAMES[0], "auto"), (NAMES[1], "auto"), (NAMES[0], "fp8")]
 DRAFTS = 3
 NATIVE: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -62,12 +64,21 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(NAMES)]
+    scope="module",
+    params=[
+        pytest.param(each, id=" ".join(each), marks=pytest.mark.slow if i else ()) for i, each in enumerate(PARAMS)
+    ],
 )
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A case, and what keys of its index are kept in."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(kept: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sparse model with a prediction layer, which has an index of its own."""
     need_native_kernels()
-    (case,) = [case for case in FAMILY_CASES if case.name == request.param]
+    (case,) = [case for case in FAMILY_CASES if case.name == kept[0]]
     directory = tmp_path_factory.mktemp(case.name)
     plain = write_family(case, directory / "plain", seed=5, dtype="bfloat16")
     return with_prediction_layer(directory / "model", plain)
@@ -79,8 +90,8 @@ def card(checkpoint: Path) -> ModelCard:
 
 
 @pytest.fixture(scope="module")
-def runner(checkpoint: Path) -> HostRunner:
-    sizes = {**TWO_SHAPES, "precompile_bs_paddings": [WAY.num_rows * (1 + DRAFTS)]}
+def runner(checkpoint: Path, kept: tuple[str, str]) -> HostRunner:
+    sizes = {**TWO_SHAPES, "precompile_bs_paddings": [WAY.num_rows * (1 + DRAFTS)], "index_cache_dtype": kept[1]}
     return prepared_runner(checkpoint, **sizes, **NATIVE, **DRAFTED, speculative_draft_model_path=str(checkpoint))
 
 

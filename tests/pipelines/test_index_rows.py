@@ -128,6 +128,26 @@ def test_forced_choices_come_back_as_rows(engine: Engine, answers: list[dict]):
     np.testing.assert_array_equal(extract_indexer_topk_from_meta_info(found)[: len(rows)], rows)
 
 
+@pytest.mark.slow
+def test_four_devices_choose_and_replay_as_one(engine: Engine, answers: list[dict], checkpoint: Path):
+    """Two data ranks of two devices: prompts of a batch, and their forced choices, are on either."""
+    spread = {**SETTINGS, "enable_return_indexer_topk": True, "devices_per_host": 4, "data_parallel_size": 2}
+    rows = [extract_indexer_topk_from_meta_info(answer) for answer in answers]
+    altered = [each.copy() for each in rows]
+    for each in altered:
+        each[3:, 2] = -1
+        each[3:, 2, 0] = np.arange(3, len(each))
+    wanted = replayed(engine, answers, altered)
+    with Engine(str(checkpoint), **spread) as mesh:
+        sampling = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+        found = mesh.generate(input_ids=PROMPTS, sampling_params=sampling, return_indexer_topk=True)
+        for answer, theirs, before in zip(found, answers, rows, strict=True):
+            assert answer["output_ids"] == theirs["output_ids"]
+            np.testing.assert_array_equal(extract_indexer_topk_from_meta_info(answer), before)
+        for ours, theirs in zip(replayed(mesh, answers, altered), wanted, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
 def test_more_choices_than_a_step_can_force_are_spread_over_steps(checkpoint: Path):
     """Two prompts at once, whose tokens would fit into a step."""
     prompts = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (300, 170)]
@@ -200,9 +220,19 @@ def test_choices_need_experts_of_the_same_positions(engine: Engine, answers: lis
         )
 
 
-def test_a_server_without_them_says_how_to_get_them(checkpoint: Path, tmp_path: Path):
-    with Engine(str(checkpoint), **SETTINGS) as plain, pytest.raises(RequestError, match="enable_return_indexer_topk"):
-        plain.generate(input_ids=PROMPTS[0], sampling_params=REPLAYED, return_indexer_topk=True)
+def test_a_server_of_short_contexts_keeps_no_index_keys(engine: Engine, checkpoint: Path):
+    """It answers alike: all tokens before one are within the choice. Without capture, it says how to get rows."""
+    short = {**SETTINGS, "max_model_len": TOP_K, "page_size": 8}
+    sampling = {"max_new_tokens": 15, "temperature": 0, "ignore_eos": True}
+    wanted = engine.generate(input_ids=PROMPTS[0], sampling_params=sampling)["output_ids"]
+    with Engine(str(checkpoint), **short) as plain:
+        assert "index_keys" not in plain.runner.state.pools and "index_keys" in engine.runner.state.pools
+        assert plain.generate(input_ids=PROMPTS[0], sampling_params=sampling)["output_ids"] == wanted
+        with pytest.raises(RequestError, match="enable_return_indexer_topk"):
+            plain.generate(input_ids=PROMPTS[0], sampling_params=REPLAYED, return_indexer_topk=True)
+
+
+def test_a_model_without_an_index_has_no_rows(tmp_path: Path):
     other = write_family(FAMILY_CASES[0], tmp_path / "other", seed=5)
     with pytest.raises(SettingsError, match="qwen3_moe has no sparse attention with an index"):
         Engine(str(other), enable_return_indexer_topk=True, **SETTINGS)

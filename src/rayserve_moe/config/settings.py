@@ -172,6 +172,8 @@ class CacheSettings:
     """Storage dtype of keys and values: `auto` is the compute dtype, `fp8` is float8_e4m3fn without scales. `fp8` takes
     half of bfloat16's memory, rounds to 4 significant bits and clips beyond 448. Native CPU kernels do not support it,
     and TPUs do not store latents in it."""
+    index_dtype: str = _choice("auto", "fp8", key="index_cache_dtype")
+    """Storage dtype of an index's keys (sparse attention): that of the KV cache, or float8_e4m3fn (not on TPUs)."""
     page_size: int = _number(16, (1, 4096))
     """Tokens per page. The default is 128 with `tpu_topology` or if a single process computes on a TPU, because its
     kernel copies page by page. A TPU takes multiples of 16. `num_pages` counts pages of this size."""
@@ -199,8 +201,7 @@ class ReplaySettings:
     """Routing that `/v1/completions` and `/v1/chat/completions` return by default: `nested` is the lists of vLLM's
     server flag, `off` none."""
     shows_index: bool = _named(False, "enable_return_indexer_topk")
-    """For models with sparse attention: compile the capture of index rows into the steps and accept
-    `return_indexer_topk` on requests."""
+    """Compile the capture of index rows of sparse attention into the steps and accept `return_indexer_topk`."""
     index_store_mib: int = _number(4096, (1, 1 << 22))
     """Maximum MiB of host memory for packed index rows; rows dropped beyond it are reported missing."""
     shows_hidden: bool = _named(False, "enable_return_hidden_states")

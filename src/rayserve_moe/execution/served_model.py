@@ -38,6 +38,8 @@ from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
+from rayserve_moe.model.layers.index_rows import STATE as INDEX_KEYS
+from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import KeptState, entry_states, layer_pages_of, states_of, states_within, token_states
@@ -263,7 +265,11 @@ def served_model(
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels, pool=settings.pool_format)
     longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
     page_size = settings.cache.page_size
-    config = replace(config, table_tokens=derive.pages_per_sequence(longest, page_size) * page_size)
+    config = replace(
+        config,
+        table_tokens=derive.pages_per_sequence(longest, page_size) * page_size,
+        state_dtypes=_state_dtypes(config, settings.cache),
+    )
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)
@@ -273,6 +279,18 @@ def served_model(
     _check_entries(served)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served
+
+
+def _state_dtypes(config: ModelConfig, cache: CacheSettings) -> tuple[tuple[str, str], ...]:
+    """Return `ModelConfig.state_dtypes`. Raises: SettingsError for keys of an index that cannot be stored so."""
+    if cache.index_dtype == "auto":
+        return ()
+    layout = index_layout(config.spec)
+    if layout is None or layout.block_size > 1:
+        raise SettingsError(f"index_cache_dtype: {config.spec.family} has no sparse attention with an index of tokens")
+    if config.kernels.attention.has_packed_rows:
+        raise SettingsError(f"index_cache_dtype {cache.index_dtype}: the {config.kernels.name} kernels do not store it")
+    return ((INDEX_KEYS, "float8_e4m3fn"),)
 
 
 def _check_entries(served: ServedModel) -> None:

@@ -106,7 +106,7 @@ def _update_in(record: bytes) -> ChoiceResult:
             tuple(map(tuple, routing[name])) for name in ("missing", "source", "weight_version")
         )
         update.routing = RoutedExperts(
-            _read(routing["rows"]), routing["start"], missing, source, versions, _read_index(routing["index"])
+            _read(routing["rows"]), routing["start"], missing, source, versions, _read_index(routing.get("index"))
         )
     update.columns = _read_columns(fields.get("columns", {}))
     if "prompt" in fields:

@@ -32,6 +32,8 @@ class ModelConfig:
     experts: ExpertConfig
     table_tokens: int = 0
     """Positions of a page table, if that is known: states that such tables do not need are not kept."""
+    state_dtypes: tuple[tuple[str, str], ...] = ()
+    """Names of states, and their dtype in place of the KV cache's."""
 
     @property
     def kernels(self) -> Kernels:

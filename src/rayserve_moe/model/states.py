@@ -44,7 +44,8 @@ def states_of(config: ModelConfig) -> tuple[KeptState, ...]:
     spec, kernels, tensor_size = config.spec, config.kernels, config.plan.tensor_size
     layers: dict[StateKind, set[int]] = {}
     for mixer in spec.mixers:
-        for kind in MIXERS[mixer.kind].states(mixer, kernels=kernels, tensor_size=tensor_size):
+        for declared in MIXERS[mixer.kind].states(mixer, kernels=kernels, tensor_size=tensor_size):
+            kind = declared.stored_in(dict(config.state_dtypes).get(declared.name, ""))
             if not 0 < config.table_tokens <= kind.unread_within:
                 layers.setdefault(kind, set()).update(spec.layers_with_mixer(mixer.kind))
     found = tuple(
@@ -120,9 +121,10 @@ def pool_shapes(
     plan, held, of_layers = config.plan, config.kernels.pool.dtypes.get(dtype, dtype), dict(layer_pages)
 
     def stacked(array: ArraySpec, count: int, *inner: int) -> Any:
+        own = config.kernels.pool.dtypes.get(array.dtype, array.dtype)
         row = array.shape if array.dtype else held_shape(array.shape, dtype, held=held)
         shape, axes = (plan.data_size * count, *inner, *row), ("data_ranks", *[None] * len(inner), *array.axes)
-        return jax.ShapeDtypeStruct(shape, array.dtype or held, sharding=plan.sharding(axes))
+        return jax.ShapeDtypeStruct(shape, own or held, sharding=plan.sharding(axes))
 
     def shapes(state: KeptState) -> tuple[Any, ...]:
         num_layers = state.num_layers

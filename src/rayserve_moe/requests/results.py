@@ -63,7 +63,8 @@ class ChoiceResult:
         if update.columns:
             self.columns = concat([self.columns, update.columns])
         self.finish = update.finish or self.finish
-        self.routing = joined_routing([self.routing, update.routing])
+        if update.routing is not None:
+            self.routing = joined_routing([self.routing, update.routing])
         self.prompt = update.prompt or self.prompt
         self.weight_versions = update.weight_versions or self.weight_versions
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)

@@ -132,18 +132,12 @@ class Rollouts:
         index = self._packed_index(sample)
         return RoutedExperts(rows, 0, _ranges(missing), _ranges(source), _ranges(version), index)
 
-    def index_layout(self, sample: int) -> IndexLayout | None:
-        """Return the layout of a sample's index rows; None without any."""
-        names = ("index_layer_ids", "sparse_layer_ids", "index_top_k", "index_block_size")
-        own, sparse, top_k, size = (self.table[name][sample].as_py() for name in names)
-        return None if top_k is None else IndexLayout(tuple(own), tuple(sparse), top_k, block_size=size)
-
     def index_rows(self, sample: int) -> np.ndarray | None:
         """Return a sample's index rows [N, layers with sparse attention, top_k]; None without any.
 
         Raises: ValueError if rows were altered, or are missing.
         """
-        packed, layout = self._packed_index(sample), self.index_layout(sample)
+        packed, layout = self._packed_index(sample), index_layout_of(self, sample)
         if packed is None or layout is None:
             return None
         if (missing := np.array([row is None for row in packed])).any():
@@ -166,6 +160,13 @@ class Rollouts:
         for place, (last, length) in enumerate(zip(ends, lengths, strict=True)):
             packed[place] = raw[last - length : last] if length else None
         return packed
+
+
+def index_layout_of(rollouts: Rollouts, sample: int) -> IndexLayout | None:
+    """Return the layout of a sample's index rows; None without any."""
+    names = ("index_layer_ids", "sparse_layer_ids", "index_top_k", "index_block_size")
+    own, sparse, top_k, size = (rollouts.table[name][sample].as_py() for name in names)
+    return None if top_k is None else IndexLayout(tuple(own), tuple(sparse), top_k, block_size=size)
 
 
 def _list_views(column: pa.ChunkedArray) -> Iterator[np.ndarray]:

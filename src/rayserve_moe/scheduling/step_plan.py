@@ -41,7 +41,7 @@ LAST_SAMPLED = -1
 DRAFTED = AWAITED = -2
 
 MAX_FORCED_CHOICES = 256
-"""Tokens of a data rank whose choices of an index a step can force: 128 MiB of positions for DeepSeek-V3.2."""
+"""Tokens of a data rank whose choices of an index a step can force: 128 MB of positions for DeepSeek-V3.2."""
 PREFILL_BLOCK_TOKENS = 32
 """Block size in tokens. Chunks of several tokens, and chunks with extra work (`BlockWork`), occupy whole blocks."""
 

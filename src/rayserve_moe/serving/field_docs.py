@@ -50,6 +50,7 @@ FIELD_DOCS = {
     "include_reasoning": "Return the reasoning of an answer.",
     "include_stop_str_in_output": "Keep the stop string in the text.",
     "include_usage": "Count tokens in a last event.",
+    "indexer_topk_format": "Form of index rows: base64 of positions as SGLang, or packed.",
     "input": "Text or messages.",
     "EmbeddingBody.input": "Text, texts, or token ids to embed.",
     "input_ids": "Token ids of the prompt; with several lists, of each prompt.",

@@ -5,7 +5,7 @@ Memory, sharding, allocation and page sizes follow from the kinds that a model's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -40,6 +40,10 @@ class StateKind:
     """Entry kinds: arrays that a running row keeps of the tokens since its entry."""
     unread_within: int = 0
     """Page tables of up to this number of positions neither write nor read the state."""
+
+    def stored_in(self, dtype: str) -> StateKind:
+        """Return the kind with its entry in `dtype`; unchanged if that is empty."""
+        return replace(self, entry=tuple(replace(array, dtype=dtype) for array in self.entry)) if dtype else self
 
     def __post_init__(self) -> None:
         assert (self.per == "entry") == (self.entry_tokens > 0), f"{self.name}: {self.entry_tokens} tokens per entry"

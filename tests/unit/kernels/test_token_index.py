@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -175,3 +175,48 @@ def test_native_kernels_choose_by_the_scores_of_the_definition():
     assert np.mean(np.array(common[TOP_K:]) / TOP_K) > 0.95
     scale = np.sqrt(np.mean(exact.outputs_TD**2))
     assert np.median(np.abs(native.outputs_TD - exact.outputs_TD)) < 0.03 * scale
+
+
+BITS_OF_FP8 = {"cpu": jnp.uint8, "cpu_native": jnp.float8_e4m3fn}
+"""Dtypes of pools with keys of 8 bits, by table (`kv_pool.BITS`)."""
+
+
+def chosen_over(kernels: str, pool: jax.Array, *, first: int, count: int) -> tuple[np.ndarray, jax.Array]:
+    """The choice of `count` tokens from position `first` on over a pool of keys, and the pool after them."""
+    attention, hidden, dtype = SPARSE_ATTENTION[kernels][0].run, drawn(MODEL), KERNELS_OF[kernels]
+    index = IndexConfig(HEADS, TOP_K, MODEL.norm_eps, 1e-6, interleaved_rotation=True)
+    frequencies = (THETA ** (-np.arange(0, MODEL.rope, 2) / MODEL.rope)).astype(np.float32)
+    batch, places = batch_of(first, count)
+    padded = np.zeros((len(batch.positions_T), MODEL.hidden), np.float32)
+    padded[places] = hidden[first : first + count]
+    rotation = rotation_of(batch.positions_T, frequencies)
+    inputs = AttentionInputs(weights_of(kernels), batch, rotation, jnp.int32(LAYER))
+    chosen, pool = jax.jit(partial(attention.choose_tokens, config=index))(jnp.asarray(padded, dtype), pool, inputs)
+    return np.asarray(chosen)[places], pool
+
+
+@pytest.mark.parametrize("kernels", BITS_OF_FP8, indirect=True)
+def test_keys_of_8_bits_are_rounded_once_and_chosen_by_as_such(kernels: str):
+    """A pool of plain keys that hold the rounded numbers gives the same choice, but for a token's own key, which is not
+    rounded there."""
+    shape, dtype = (MODEL.num_layers * NUM_PAGES, PAGE, 1, WIDTH), KERNELS_OF[kernels]
+    zeros = jnp.zeros(shape, dtype)
+    _, plain = chosen_over(kernels, zeros, first=0, count=LENGTH - 1)
+    _, narrow = chosen_over(kernels, zeros.astype(BITS_OF_FP8[kernels]), first=0, count=LENGTH - 1)
+    rounded = jnp.clip(plain.astype(jnp.float32), -448, 448).astype(jnp.float8_e4m3fn)
+    written = np.asarray(rounded).view(np.uint8)[1:].reshape(-1)  # page 0 has padding
+    np.testing.assert_array_equal(np.asarray(narrow).view(np.uint8)[1:].reshape(-1), written)
+    assert len(np.unique(written)) > 100
+    ours, _ = chosen_over(kernels, narrow, first=LENGTH - 1, count=1)
+    theirs, _ = chosen_over(kernels, rounded.astype(dtype), first=LENGTH - 1, count=1)
+    unrounded, _ = chosen_over(kernels, plain, first=LENGTH - 1, count=1)
+    assert len({*ours[0]} ^ {*theirs[0]}) <= 2 and len({*ours[0]} ^ {*theirs[0]} - {LENGTH - 1}) <= 1
+    assert len({*ours[0]} & {*unrounded[0]}) > 0.8 * TOP_K
+    (whole, cut) = (
+        [*chosen_over(kernels, zeros.astype(BITS_OF_FP8[kernels]), first=0, count=LENGTH)[0]],
+        [
+            *chosen_over(kernels, zeros.astype(BITS_OF_FP8[kernels]), first=0, count=LENGTH - 1)[0],
+            *ours,
+        ],
+    )
+    np.testing.assert_array_equal(whole, cut)

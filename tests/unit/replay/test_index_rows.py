@@ -16,6 +16,7 @@ from rayserve_moe.replay.encoding import (
     decode_each_forced_index,
     decode_index,
     encode_index,
+    index,
     routing_from,
     routing_until,
 )
@@ -170,6 +171,19 @@ def test_missing_rows_are_named_and_never_filled():
     assert known.tolist() == [packed_index(rows)[0], None, None]
     with pytest.raises(ValueError, match="return_indexer_topk=true"):
         extract_indexer_topk_from_meta_info({"meta_info": {}})
+
+
+def test_rows_that_would_take_too_much_memory_are_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch):
+    rows, num_bytes = rows_of(CHOSEN), 3 * 4 * TOP_K * 4
+    monkeypatch.setattr(index, "MAX_WIRE_BYTES", num_bytes)
+    np.testing.assert_array_equal(extract_indexer_topk_from_meta_info(answer_of(routing_of(rows)))[:, 1], rows[:, 0])
+    monkeypatch.setattr(index, "MAX_WIRE_BYTES", num_bytes - 1)
+    answer = answer_of(routing_of(rows))
+    assert answer["meta_info"]["indexer_topk"] is None and answer["meta_info"]["indexer_topk_info"]["missing"] == []
+    with pytest.raises(ValueError, match="GiB of rows: request them packed, or from a later position"):
+        extract_indexer_topk_from_meta_info(answer)
+    packed = extract_indexer_topk_from_meta_info(answer_of(routing_of(rows), "packed"))
+    np.testing.assert_array_equal(packed[:, 1], rows[:, 0])
 
 
 def forced(value: object, layout: IndexLayout | None = LAYOUT) -> np.ndarray | None:

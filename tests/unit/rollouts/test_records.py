@@ -12,7 +12,7 @@ import pytest
 
 from rayserve_moe.replay.index_rows import packed_index
 from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
-from rayserve_moe.rollouts.records import load
+from rayserve_moe.rollouts.records import index_layout_of, load
 from rayserve_moe.rollouts.schema import SCHEMA, Rollout
 from rayserve_moe.rollouts.shards import RolloutDirectory, shard_files
 
@@ -97,7 +97,7 @@ def test_index_rows_come_back_for_every_sparse_layer(tmp_path: Path) -> None:
     wanted = given[0].index_rows
     assert wanted is not None and wanted.shape == (8, 4, 4) and (wanted[:, :, 0] == np.arange(8)[:, None]).all()
     np.testing.assert_array_equal(loaded.index_rows(0), wanted)
-    assert loaded.index_layout(0) == INDEX and loaded.index_layout(1) is None and loaded.index_rows(1) is None
+    assert index_layout_of(loaded, 0) == INDEX and index_layout_of(loaded, 1) is None and loaded.index_rows(1) is None
     assert_same_routing(loaded.routed_experts(2), given[2].routing)
     assert given[2].index_rows is None
     with pytest.raises(ValueError, match="sample 2: 1 index rows are missing"):

@@ -37,7 +37,8 @@ struct IndexArrays {
   const float *cos, *sin;               // [T, pairs]
   const int32_t *kv_slots, *positions;  // [T]
   const int32_t* page_table;            // [singles + blocks, P]
-  bf16* pool;                           // this layer's pages, [pages, page, 1, d]
+  bf16* pool;                           // this layer's pages, [pages, page, 1, d]; null if they are of 8 bits
+  Fp8* narrow_pool;                     // the same in e4m3, or null
   int32_t* chosen;                      // [T, K], ascending, -1 behind
 };
 
@@ -65,6 +66,26 @@ inline void layer_norm_row(bf16* row, const bf16* scale, const bf16* bias, int64
   }
 }
 
+// The nearest number of e4m3, of two the even one; what is beyond 448 is 448.
+inline Fp8 narrowed(float x) {
+  const int8_t sign = int8_t(bits_of<uint32_t>(x) >> 24 & 0x80);
+  if (!(x == x)) return {int8_t(sign | 0x7f)};
+  const float size = std::min(std::fabs(x), 448.0f);
+  if (size < 0x1p-6f) return {int8_t(sign | int8_t(std::nearbyint(size * 0x1p9f)))};  // subnormal
+  const uint32_t bits = bits_of<uint32_t>(size), rounded = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
+  return {int8_t(sign | int8_t(rounded - (120 << 3)))};
+}
+
+// Widens a key of e4m3; bfloat16 holds all of its numbers.
+inline void widen_key(const Fp8* from, bf16* to, int64_t width) {
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) store(to + i, wide(from + i) * all(kUnit<Fp8>));
+  if (i == width) return;
+  Fp8 rest[16] = {};
+  std::copy(from + i, from + width, rest);
+  store(to + i, wide(rest) * all(kUnit<Fp8>), lanes_of(i, width));
+}
+
 inline void rotate_head(bf16* head, int64_t t, const IndexShapes& s, const IndexArrays& a) {
   (s.is_interleaved ? rotate_neighbours : rotate_halves)(head, a.cos + t * s.pairs, a.sin + t * s.pairs, s.pairs);
 }
@@ -80,7 +101,12 @@ inline void write_keys(const IndexShapes& s, const IndexArrays& a, IndexRows& ro
       bf16* const key = keys + t * s.head;
       layer_norm_row(key, a.k_norm, a.k_norm_bias, s.head, s.key_eps);
       rotate_head(key, t, s, a);
-      std::copy_n(key, s.head, a.pool + int64_t(a.kv_slots[t]) * s.head);
+      const int64_t first = int64_t(a.kv_slots[t]) * s.head;
+      if (a.pool) {
+        std::copy_n(key, s.head, a.pool + first);
+        continue;
+      }
+      for (int64_t i = 0; i < s.head; ++i) a.narrow_pool[first + i] = narrowed(narrow(key[i]));
     }
   });
 }
@@ -108,6 +134,19 @@ inline void make_queries(const IndexShapes& s, const IndexArrays& a, IndexRows& 
   });
 }
 
+// Does as `find_span`, of a pool of 8 bits: its keys are widened into `keys`, [span, d].
+inline void find_narrow_span(const int32_t* pages, int64_t start, Range here, const IndexShapes& s, const IndexArrays& a,
+                             bf16* keys, SpanBuffers& b) {
+  std::fill(b.rows, b.rows + kSpan, nullptr);
+  const int64_t page_size = s.batch.page_size;
+  for (int64_t key = here.begin; key < here.end; ++key) {
+    const int64_t row = int64_t(pages[key / page_size]) * page_size + key % page_size;
+    bf16* const to = keys + (key - start) * s.head;
+    widen_key(a.narrow_pool + row * s.head, to, s.head);
+    b.rows[key - start] = to;
+  }
+}
+
 inline int64_t block_of(int64_t t, const AttentionShapes& s) {
   return t < s.num_singles ? t : s.num_singles + (t - s.num_singles) / s.block_tokens;
 }
@@ -115,6 +154,7 @@ inline int64_t block_of(int64_t t, const AttentionShapes& s) {
 // Scores of neighbouring tokens of a block for the keys of `here`, which begins with a span, as far as each sees them.
 inline void score_keys(BlockTokens tokens, Range here, const IndexShapes& s, const IndexArrays& a, const IndexRows& rows) {
   thread_local SpanBuffers b;
+  thread_local Scratch<bf16> widened;
   const PagedKeys kv{a.pool, s.head, s.batch.page_size, s.head, s.head, 0, 0};
   const int32_t* const pages = a.page_table + block_of(tokens.first, s.batch) * s.batch.table_width;
   b.keys.resize((s.head / 2 + 15) / 16 * 16 * kPanel);
@@ -122,7 +162,11 @@ inline void score_keys(BlockTokens tokens, Range here, const IndexShapes& s, con
   if (has_tiles) tiles.emplace();
   const bf16* panels[1] = {reinterpret_cast<const bf16*>(b.keys.data())};
   for (int64_t start = here.begin; start < here.end; start += kSpan) {
-    find_span(pages, start, {start, std::min(here.end, start + kSpan)}, kv, b);
+    const Range span{start, std::min(here.end, start + kSpan)};
+    if (a.pool)
+      find_span(pages, start, span, kv, b);
+    else
+      find_narrow_span(pages, start, span, s, a, widened.sized(kSpan * s.head), b);
     for (int64_t key = start; key < std::min(start + kSpan, here.end); key += kPanel) {
       load_keys(key - start, kv, b);
       for (int64_t t = tokens.first; t < tokens.first + tokens.count; ++t) {

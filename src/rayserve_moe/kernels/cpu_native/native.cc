@@ -157,13 +157,13 @@ ffi::Error Choose(F32 logprobs, F32 largest, U32 seeds, U32 choices, U32 positio
 }
 
 // Copies page `sources[i]` of the pool to page `targets[i]`, one after the other.
-ffi::Error Pages(Bf16 pool, S32 sources, S32 targets, ffi::ResultBuffer<ffi::BF16> out) {
+ffi::Error Pages(ffi::AnyBuffer pool, S32 sources, S32 targets, ffi::Result<ffi::AnyBuffer> out) {
   if (!have_dims(1, sources, targets) || !have_dims(4, pool)) return wrong("pages of a pool are copied by two lists");
   const int64_t count = size_of(sources, 0), pages = size_of(pool, 0);
   if (!is(targets, {count}) || pages == 0) return wrong("each page that is copied has a place");
   if (out->untyped_data() != pool.untyped_data()) return wrong("the pool must be updated in place");
-  const int64_t size = pool.element_count() / pages;
-  native::bf16* const data = reinterpret_cast<native::bf16*>(out->untyped_data());
+  const int64_t size = pool.size_bytes() / pages;
+  char* const data = static_cast<char*>(out->untyped_data());
   for (int64_t i = 0; i < count; ++i) {
     const int64_t source = sources.typed_data()[i], target = targets.typed_data()[i];
     if (std::min(source, target) < 0 || std::max(source, target) >= pages) return wrong("the pool has no such pages");
@@ -175,7 +175,7 @@ ffi::Error Pages(Bf16 pool, S32 sources, S32 targets, ffi::ResultBuffer<ffi::BF1
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoePages, Pages,
-                              ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<S32>().Ret<Bf16>());
+                              ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<S32>().Arg<S32>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMasses, Masses,
                               ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>().Ret<S32>().Ret<F32>().Ret<S32>()
                                   .Ret<F32>());

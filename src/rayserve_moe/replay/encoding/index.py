@@ -24,6 +24,8 @@ from rayserve_moe.requests.records import IndexLayout, RoutedExperts
 
 NAME, SGLANG, PACKED = "indexer_topk", "sglang", "packed"
 _WIRE_DTYPE = WIRE_DTYPES["int32"]
+MAX_WIRE_BYTES = 1 << 30
+"""Maximum bytes of a choice's rows in SGLang's form; 2,148 tokens of DeepSeek-V3.2."""
 
 
 def index_rows_of(routing: RoutedExperts, layout: IndexLayout) -> tuple[np.ndarray, np.ndarray]:
@@ -56,29 +58,34 @@ def sources_of(layout: IndexLayout) -> np.ndarray:
 def encode(routing: RoutedExperts, layout: IndexLayout, *, form: str = SGLANG) -> tuple[str | dict | None, dict]:
     """Return index rows and their description.
 
-    With a missing row, those in SGLang's form are None, and packed rows are those that are known.
+    With a missing row, those in SGLang's form are None, and packed rows are those that are known. Rows in SGLang's form
+    are also None, with the reason in `refused`, if they have more than `MAX_WIRE_BYTES`.
     """
     packed = known_index(routing)
     known = np.array([row is not None for row in packed], np.bool_)
     layers, raw = layout.layer_ids if form == PACKED else layout.sparse_layer_ids, b""
+    num_bytes = 4 * len(packed) * len(layers) * layout.top_k
+    is_refused = form != PACKED and num_bytes > MAX_WIRE_BYTES
     if form == PACKED:
         raw = b"".join(filter(None, packed))
-    elif known.all():
+    elif known.all() and not is_refused:
         rows = unpacked_rows(packed, num_layers=len(layout.layer_ids), top_k=layout.top_k)
         raw = over_sparse_layers(rows, layout).astype(_WIRE_DTYPE, copy=False).tobytes()
     value: str | dict | None = to_base64(np.frombuffer(raw, np.uint8))
     if form == PACKED:
         value = {"data": value, "lengths": [0 if row is None else len(row) for row in packed]}
-    return value if form == PACKED or known.all() else None, {
+    refused = f"{num_bytes / 2**30:.1f} GiB of rows: request them packed, or from a later position"
+    return value if form == PACKED or (known.all() and not is_refused) else None, {
         "shape": [len(packed), len(layers), layout.top_k],
         "dtype": PACKED if form == PACKED else "int32",
         "start": routing.start,
         "layer_ids": list(layout.sparse_layer_ids),
         "indexer_layer_ids": list(layout.layer_ids),
         "block_size": layout.block_size,
-        "crc32": zlib.crc32(raw) if known.all() else None,
+        "crc32": zlib.crc32(raw) if known.all() and not is_refused else None,
         "missing": [list(entry) for entry in missing_ranges(known, routing.start)],
         "weight_version": [list(entry) for entry in routing.weight_version],
+        **({"refused": refused} if is_refused else {}),
     }
 
 
@@ -88,6 +95,8 @@ def decode(value: object, info: Mapping[str, Any]) -> tuple[np.ndarray, IndexLay
     Raises: ValueError if they do not match their description, or all are null because some are missing.
     """
     layout, shape = _described_layout(info), read_shape(info.get("shape"))
+    if value is None and info.get("refused") is not None:
+        raise ValueError(f"indexer_topk is null: {info['refused']}")
     if value is None:
         raise ValueError(f"indexer_topk misses rows: {info.get('missing')}")
     of_form = layout.layer_ids if isinstance(value, Mapping) else layout.sparse_layer_ids
