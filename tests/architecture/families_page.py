@@ -35,7 +35,7 @@ dense attention. Beyond, XLA scores all keys and masks dense attention: exact, a
 In MiniMax-M3 (`block_gqa`), an index chooses the `sparse_topk_blocks` blocks of `sparse_block_size` keys that each
 token sees, by each head of the index for the query heads of its KV heads. The score of a block is its largest product;
 equal scores go to the lower block. Contexts of up to that many blocks have the bits of dense attention. Native CPU
-kernels skip blocks that are not chosen. On TPUs, longer contexts are scored and masked by XLA, as above.
+kernels skip blocks that are not chosen. On TPUs, XLA scores all keys of longer contexts and masks dense attention.
 
 Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, `rotary_dim` of
 MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna, and of MiMo

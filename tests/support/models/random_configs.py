@@ -122,6 +122,12 @@ def _minimax_m3(config: Config, draw: Draw) -> None:
     config.update(moe_layer_freq=[0] * num_dense + [1] * (layers - num_dense), swiglu_alpha=draw.choice([0.5, 1.702]))
     config.update(dense_intermediate_size=draw.choice([1, 40]), shared_intermediate_size=draw.choice([1, 33, 48]))
     config.update(swiglu_limit=draw.choice([0.3, 7.0]), rotary_dim=draw.choice(range(2, config["head_dim"] + 1, 2)))
+    kinds = ["minimax_m3_sparse", *draw.choices(["minimax_m3_sparse", "full_attention"], k=layers - 1)]
+    draw.shuffle(kinds)
+    kv_heads = config["num_key_value_heads"]
+    config.update(layer_types=kinds, index_n_heads=draw.choice([n for n in (1, 2, 3, 4) if kv_heads % n == 0]))
+    config.update(index_head_dim=config["rotary_dim"] + 2 * draw.randrange(9), index_block_size=draw.randrange(1, 20))
+    config.update(index_topk_blocks=draw.randrange(2, 6), index_local_blocks=draw.randrange(3))
 
 
 def _ernie(config: Config, draw: Draw) -> None:

@@ -85,6 +85,7 @@ MINIMAX_NAMES = {
     r"\.w1\.": ".gate_proj.",
     r"\.w3\.": ".up_proj.",
     r"\.w2\.": ".down_proj.",
+    r"self_attn\.index_": "self_attn.indexer.",
 }
 
 
@@ -98,7 +99,7 @@ def text_of_minimax(tensors: Tensors) -> Tensors:
     for name in [name for name in found if name.endswith(".gate_proj.weight")]:
         both = [found.pop(name), found.pop(name.replace(".gate_", ".up_"))]
         found[name.replace(".gate_", ".gate_up_")] = np.concatenate(both)
-    return found | {"model.layers.1.self_attn.indexer.q_norm.weight": np.ones(4, np.float32)}
+    return found
 
 
 def multimodal_config(path: Path) -> dict[str, Any]:

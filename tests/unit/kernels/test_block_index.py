@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
+from rayserve_moe.kernels.kv_pool import kv_rows
+from rayserve_moe.kernels.packed_blocks import unpacked_kv, unsupported_blocks
 from rayserve_moe.kernels.reference.attention import BlockPlaces
 from rayserve_moe.kernels.reference.block_index import BlockChoice, choose_blocks
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import BLOCK_ATTENTION, KERNELS
-from rayserve_moe.kernels.tpu.packed_rows import latent_lanes, packed_width
+from rayserve_moe.kernels.tpu.packed_rows import latent_lanes, packed_kv, packed_width
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.layers.attention import BLOCKS, BlockIndex, GroupedAttention, attention_config
 from rayserve_moe.model.layers.block_attention import index_config
@@ -188,6 +191,30 @@ def test_rows_of_tpus_come_to_the_same(name: str):
     packed, exact = (run(kernels, name, CUTS["a prompt, then decoding"]) for kernels in ("tpu", "cpu"))
     np.testing.assert_array_equal(packed.chosen_TAK, exact.chosen_TAK)
     np.testing.assert_allclose(packed.outputs_TD, exact.outputs_TD, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim", "value_dim"), [(2, 64, 64), (1, 32, 32), (3, 16, 16), (2, 192, 128)])
+def test_packed_rows_are_unpacked(kv_heads: int, head_dim: int, value_dim: int):
+    """Also those in which heads are repeated to fill a register."""
+    generator = np.random.default_rng(1)
+    keys, values = (
+        jnp.asarray(generator.standard_normal((5, kv_heads, size)), jnp.float32) for size in (head_dim, value_dim)
+    )
+    rows = packed_kv(keys, values)
+    unpacked = unpacked_kv(rows, num_kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+    np.testing.assert_array_equal(unpacked, kv_rows(keys, values))
+
+
+@pytest.mark.parametrize(
+    ("pool", "reason"),
+    [
+        (PoolFormat(128), ""),
+        (PoolFormat(128, is_8_bit=True), "kv_cache_dtype fp8 does not store the keys of an index"),
+        (PoolFormat(24), "page_size 24 is no multiple of 16"),
+    ],
+)
+def test_pools_that_tpus_do_not_take_are_named(pool: PoolFormat, reason: str):
+    assert unsupported_blocks(pool, head_dim=128, value_dim=128) == reason
 
 
 @pytest.mark.parametrize("name", INDEXES)
