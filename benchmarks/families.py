@@ -84,11 +84,9 @@ CASES = {
         Family("deepseek-v3.2", "v6e:4x8", 8, "int8", DENSE_CONTEXT),
         Family("deepseek-v3.2", "v5p:2x2x4", 4, "bfloat16", DENSE_CONTEXT),
         Family("gemma-4-26b-a4b", "v6e:2x2"),
-        Family("gemma-4-26b-a4b", "v6e:2x4"),
         Family("mimo-v2-flash", "v6e:4x4", 4, "int8"),
         Family("mimo-v2-flash", "v6e:4x8", 8),
         Family("mimo-v2-flash", "v5p:2x2x1", 4, "int8"),
-        Family("mimo-v2-flash", "v5p:2x2x2", 4),
     )
 }
 KEY = "families"
