@@ -6,20 +6,24 @@ import json
 import shutil
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from rayserve_moe.checkpoints.adapters.directory import NO_ADAPTER
 from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
-from rayserve_moe.config.settings import UpdateSettings
+from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.control import WeightOrder
 from rayserve_moe.serving.api.routes.unsupported import REASONS
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
 from tests.http.test_control import NUM_WANTED, PROMPT, native, running
 from tests.http.test_tensor_routes import samples, send
 from tests.http.test_weight_routes import CONTINUE, PAUSE, UPDATE
 from tests.support.checkpoints.adapters import make_adapter
 from tests.support.serving.http_client import GENERATE, ask, check_error
+from tests.support.serving.http_server import running as serving
 from tests.support.serving.local_fleet import local_fleet
 
 pytestmark = pytest.mark.usefixtures("first_weights_afterwards")
@@ -224,11 +228,13 @@ def test_what_cannot_be_merged_is_refused_with_its_name_and_changes_nothing(http
     assert samples(http) == before
 
 
-def test_adapters_lie_below_weight_roots(http, engine, adapter, monkeypatch, tmp_path):
-    monkeypatch.setattr(type(engine.loop), "weight_roots", UpdateSettings(weight_roots=(str(tmp_path),)).weight_roots)
-    outside = check_error(http.post(LOAD, json={"lora_name": "x", "lora_path": str(adapter)}), 400)
-    assert outside["message"] == "`lora_path` lies outside of weight_roots"
-    ask(http, LOAD, lora_name="x", lora_path=str(broken(adapter, tmp_path / "inside")))
+def test_adapters_lie_below_weight_roots(engine, adapter, tmp_path):
+    state = ApiState(engine.loop, engine.tokenizer, ServerSettings(), weight_roots=(str(tmp_path),))
+    with serving(create_api(state)) as url, httpx.Client(base_url=url, timeout=60) as http:
+        outside = check_error(http.post(LOAD, json={"lora_name": "x", "lora_path": str(adapter)}), 400)
+        assert outside["message"] == "`lora_path` lies outside of weight_roots"
+        body = {"lora_name": "x", "lora_path": str(broken(adapter, tmp_path / "inside"))}
+        assert http.post(LOAD, json=body).status_code == 200
 
 
 def test_an_adapter_is_not_merged_into_weights_that_an_update_brought(

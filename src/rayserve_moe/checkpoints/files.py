@@ -104,7 +104,7 @@ class CheckpointFiles:
             return values
         parts = (*index, *[slice(None)] * (len(entry.shape) - len(index)))
         bounds = [part.indices(size)[:2] for part, size in zip(parts, entry.shape, strict=True)]
-        return self.adapter.merged(name, values, bounds)
+        return self.adapter.merged(name, values, index=bounds)
 
     def read_scales(
         self, name: str, region: tuple[tuple[int, int], ...], *, dtype: str, block: int

@@ -114,11 +114,6 @@ class EngineLoop:
         self._thread.start()
 
     @property
-    def weight_roots(self) -> tuple[str, ...]:
-        """Return the directories and URLs below which weights may be read; empty permits every directory."""
-        return self._settings.updates.weight_roots
-
-    @property
     def card(self) -> ModelCard:
         """Return the description of the current model."""
         return self.control.card

@@ -45,6 +45,8 @@ class ApiState:
     """This replica among all of the application; None for a standalone engine."""
     journal: JournalClient | None = None
     """Journal of requests that outlive this process; None without a journal."""
+    weight_roots: tuple[str, ...] = ()
+    """Directories and URLs below which weights may be read; empty permits every directory."""
     exporter: SpanExporter | None = field(default_factory=exporter_from_environment)
     """Exporter of spans; None unless the environment names an endpoint."""
     admission: Admission = field(init=False)

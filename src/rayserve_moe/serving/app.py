@@ -80,7 +80,7 @@ class MoeServer:
         membership.offered_weights = self._engine.offered_weights
         control = self._engine.loop.control
         membership.member.join(control)
-        self._server = settings.server
+        self._server, self._weight_roots = settings.server, settings.updates.weight_roots
         self._journal = journal_of(settings)
         if self._journal is not None:
             leaving = partial(hand_over, self._journal)
@@ -100,6 +100,7 @@ class MoeServer:
             traffic=traffic,
             membership=self._membership,
             journal=self._journal,
+            weight_roots=self._weight_roots,
         )
         log.info("formats of tool calls and reasoning in answers of chats: %s, %s", *state.chat_output.format)
         api = create_api(state)

@@ -34,7 +34,7 @@ CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 def placed(config, tensors, model=QWEN, *, expert_dtype: str = "", names: tuple[str, ...] = ()) -> MergedTensors:
     spec, rules = spec_from_config(model), rules_of(model, names)
     tree = parameters_in_files(parameter_specs(spec, dtype="float32", expert_dtype=expert_dtype), rules, spec=spec)
-    return merged_tensors(adapter_config_of(config), tensors, tree, rules=rules)
+    return merged_tensors(adapter_config_of(config), tensors, tree=tree, rules=rules)
 
 
 def drawn(shapes, seed=0):
@@ -44,7 +44,7 @@ def drawn(shapes, seed=0):
 
 def delta(merged: MergedTensors, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return what is added to a tensor."""
-    return merged.merged(name, np.zeros(shape, np.float32), [(0, size) for size in shape])
+    return merged.merged(name, np.zeros(shape, np.float32), index=[(0, size) for size in shape])
 
 
 def expert(role, e):
@@ -90,7 +90,7 @@ def test_each_layout_merges_as_numpy_does_it_and_other_tensors_keep_their_bits(s
 def with_adapter(files: CheckpointFiles, config, tensors, *, dtype: str = "float32") -> CheckpointFiles:
     spec, rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
     tree = parameters_in_files(parameter_specs(spec, dtype=dtype), rules, spec=spec)
-    return replace(files, adapter=merged_tensors(adapter_config_of(config), tensors, tree, rules=rules))
+    return replace(files, adapter=merged_tensors(adapter_config_of(config), tensors, tree=tree, rules=rules))
 
 
 def test_the_error_of_rounding_is_that_of_the_served_dtype(single):

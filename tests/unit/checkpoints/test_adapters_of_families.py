@@ -33,7 +33,7 @@ def test_every_matrix_of_a_family_takes_an_adapter(case: FamilyCase, tmp_path: P
     tree = parameters_in_files(parameter_specs(spec, dtype="float32", tensor_size=2), rules, spec=spec)
     for layout in LAYOUTS:
         made = make_adapter(checkpoint, layout)
-        adapter = merged_tensors(adapter_config_of(made.config), made.tensors, tree, rules=rules)
+        adapter = merged_tensors(adapter_config_of(made.config), made.tensors, tree=tree, rules=rules)
         merging = replace(files, adapter=adapter)
         for name, wanted in made.merged.items():
             np.testing.assert_allclose(merging.read(name), wanted, rtol=0, atol=1e-7, err_msg=f"{layout}: {name}")
@@ -54,9 +54,9 @@ def test_parts_of_a_fused_matrix_take_adapters_of_their_own() -> None:
     module = "base_model.model.model.layers.1.self_attn.k_proj.lora_"
     fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
     tensors = {f"{module}A.weight": a, f"{module}B.weight": b}
-    adapter = merged_tensors(adapter_config_of(fields), tensors, tree, rules=rules)
+    adapter = merged_tensors(adapter_config_of(fields), tensors, tree=tree, rules=rules)
     shape = (heads + 2 * kv_heads) * size, config["hidden_size"]
-    found = adapter.merged(name, np.zeros(shape, np.float32), [(0, each) for each in shape])
+    found = adapter.merged(name, np.zeros(shape, np.float32), index=[(0, each) for each in shape])
     of_k = slice(heads * size, (heads + kv_heads) * size)
     np.testing.assert_allclose(found[of_k], b @ a, rtol=1e-5, atol=1e-5)
     found[of_k] = 0

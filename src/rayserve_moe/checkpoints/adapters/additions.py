@@ -61,7 +61,7 @@ class MergedTensors:
         self.max_rounding = 0.0
         """Largest |round(W) - W| of the blocks that were read, in the dtype that the server holds them in."""
 
-    def merged(self, name: str, values: np.ndarray, index: Sequence[tuple[int, int]]) -> np.ndarray:
+    def merged(self, name: str, values: np.ndarray, *, index: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return a block of a tensor with its additions, float32; tensors without additions pass unchanged.
 
         `index` is `[from, to)` of each of the tensor's dimensions.

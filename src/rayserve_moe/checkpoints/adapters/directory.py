@@ -19,7 +19,7 @@ NO_ADAPTER = b"".join(bytes(part) for part in write_bucket((), adapter_config="n
 """Body that restores the configured checkpoint."""
 
 
-def holds(directory: str, file: str, reach: Reach = ANYWHERE) -> bool:
+def holds(directory: str, file: str, *, reach: Reach = ANYWHERE) -> bool:
     """Return True if a directory holds a file; False also for a place that cannot be read."""
     try:
         return exists(place_of(directory, reach) / file, reach)

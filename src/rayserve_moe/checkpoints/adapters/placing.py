@@ -51,7 +51,7 @@ class _Target:
 
 
 def merged_tensors(
-    config: AdapterConfig, tensors: Mapping[str, np.ndarray], tree: SpecTree, *, rules: Mapping[str, str]
+    config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, tree: SpecTree, rules: Mapping[str, str]
 ) -> MergedTensors:
     """Return the additions of an adapter to the tensors that `rules` name for the parameters of a tree.
 

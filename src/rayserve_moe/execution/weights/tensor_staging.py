@@ -114,7 +114,7 @@ class TensorStaging:
             config, tensors = adapter_in(body)
             tree = parameter_tree(self._served.config, dtype=self._served.dtype)
             in_files = parameters_in_files(tree, self._rules, spec=self._served.config.spec)
-            adapter = None if config is None else merged_tensors(config, tensors, in_files, rules=self._rules)
+            adapter = None if config is None else merged_tensors(config, tensors, tree=in_files, rules=self._rules)
             assert self._slots is not None, "the update has begun"
             self._merged = read_parameters(
                 replace(self._files, adapter=adapter, reach=Reach(self._files.reach.roots, given_up)),

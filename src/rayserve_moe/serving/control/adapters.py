@@ -36,11 +36,11 @@ async def load_adapter(fleet: Fleet, body: LoadAdapterBody) -> AdapterOutcome:
     Raises: ApiError 404 if there is no adapter, 400 if the directory is not permitted, 409 if other weights serve.
     """
     reach = reach_of(fleet.state, body.lora_path)
-    if not await asyncio.to_thread(holds, body.lora_path, CONFIG_FILE, reach):
+    if not await asyncio.to_thread(holds, body.lora_path, CONFIG_FILE, reach=reach):
         raise ApiError(404, f"`lora_path` has no {CONFIG_FILE}", param="lora_path", code="adapter_not_found")
     order = WeightOrder("", body.weight_version or None, aborts_requests=body.abort_all_requests)
     return AdapterOutcome(
-        await merge_directory(fleet, body.lora_path, order, body.lora_name), body.lora_name, body.lora_path
+        await merge_directory(fleet, body.lora_path, order=order, name=body.lora_name), body.lora_name, body.lora_path
     )
 
 
@@ -56,7 +56,7 @@ async def unload_adapter(fleet: Fleet, body: UnloadAdapterBody) -> AdapterOutcom
     return AdapterOutcome(await _staged(fleet, read_bucket(content), content=content, order=order), body.lora_name)
 
 
-async def merge_directory(fleet: Fleet, path: str, order: WeightOrder, name: str) -> WeightOutcome:
+async def merge_directory(fleet: Fleet, path: str, *, order: WeightOrder, name: str) -> WeightOutcome:
     """Merge the adapter of a directory, under a name, by an order for its weights.
 
     Raises: ApiError 409 if weights other than the configured checkpoint serve.
@@ -82,9 +82,9 @@ async def _staged(fleet: Fleet, bucket: AnyBucket, *, content: bytearray, order:
 
 async def names_adapter(state: ApiState, path: str) -> bool:
     """Return True if a directory of weights holds an adapter and no checkpoint."""
-    reach = Reach(state.loop.weight_roots)
+    reach = Reach(state.weight_roots)
     found = () if is_url(path) else (CONFIG_FILE, CHECKPOINT_CONFIG)
-    return [await asyncio.to_thread(holds, path, file, reach) for file in found] == [True, False]
+    return [await asyncio.to_thread(holds, path, file, reach=reach) for file in found] == [True, False]
 
 
 def check_base(state: ApiState) -> None:
@@ -95,14 +95,14 @@ def check_base(state: ApiState) -> None:
 
 def reach_of(state: ApiState, path: str) -> Reach:
     """Return the files that adapters may be read from. Raises ApiError 400 for a directory beyond `weight_roots`."""
-    roots = state.loop.weight_roots
+    roots = state.weight_roots
     if is_url(path) or not Reach(roots).covers(path):
         reason = "should be a directory" if is_url(path) else "lies outside of weight_roots"
         raise ApiError(400, f"`lora_path` {reason}", param="lora_path", code="weights_refused")
     return Reach(roots)
 
 
-def sent_name(state: ApiState, bucket: object, name: str) -> str | None:
+def sent_name(state: ApiState, bucket: object, *, name: str) -> str | None:
     """Return the name under which a sent bucket's adapter serves: by default the model's; None for other weights.
 
     Raises: ApiError 409 for an adapter if weights other than the configured checkpoint serve.

@@ -175,7 +175,7 @@ async def _update(asked: Asked, body: UpdateWeightsBody) -> WeightOutcome:
 async def _update_by(asked: Asked, order: WeightOrder) -> WeightOutcome:
     """Load a checkpoint, or the adapter that a directory holds in place of one, under the model's name."""
     if await names_adapter(asked.state, order.model_path):
-        return await merge_directory(asked.fleet, order.model_path, order, asked.state.card.name)
+        return await merge_directory(asked.fleet, order.model_path, order=order, name=asked.state.card.name)
     return await asked.fleet.update_weights(order)
 
 
@@ -318,7 +318,7 @@ def tensor_router(state: ApiState) -> APIRouter:
             if isinstance(bucket, str):
                 return outcome_answer(WeightOutcome(False, bucket, state.card.weight_version))
             try:
-                order = _order_of(options, adapter=sent_name(state, bucket, options.lora_name))
+                order = _order_of(options, adapter=sent_name(state, bucket, name=options.lora_name))
                 outcome = await Fleet(state).stage_bucket(bucket, sent=body, order=order)
             except UpdateConflictError as error:
                 raise ApiError(409, str(error), code="weights_conflict") from error
