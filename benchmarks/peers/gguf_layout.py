@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-QWEN3_5 = "qwen3_5_moe_text"
+QWEN3_5, GEMMA_4 = "qwen3_5_moe_text", "gemma4_text"
 ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
     "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
     QWEN3_5: "qwen35moe",
+    GEMMA_4: "gemma4",
+    "mimo_v2_flash": "mimo2",
 }
 """By `model_type`."""
 
@@ -34,6 +36,7 @@ TENSORS = {
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
     "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.attention_sink_bias": "attn_sinks.weight",
     "self_attn.q_a_proj.weight": "attn_q_a.weight",
     "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
     "self_attn.q_b_proj.weight": "attn_q_b.weight",
@@ -60,7 +63,30 @@ TENSORS = {
     **{f"mlp.experts.*.{theirs}": ours.format(kind="_exps") for theirs, ours in _MLP.items()},
 }
 """Tensors that are held as files hold them, and the experts of a layer, one upon the other."""
-RENAMED = {name: {"ffn_norm.weight": "post_attention_norm.weight"} for name in ("gpt-oss", "qwen35moe")}
+_NORM_AFTER_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
+OTHER_TENSORS = {
+    "gpt-oss": _NORM_AFTER_ATTENTION,
+    "qwen35moe": _NORM_AFTER_ATTENTION,
+    "gemma4": {
+        **_NORM_AFTER_ATTENTION,
+        "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+        "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+        "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+        "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+        "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+        "layer_scalar": "layer_output_scale.weight",
+        "router.proj.weight": "ffn_gate_inp.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+    },
+}
+"""Further names of tensors, and other ones, by architecture."""
+OTHER_KEYS = {"rms_norm_eps": "layernorm_epsilon", "num_experts_per_tok": "top_k_experts"}
+"""Keys that a family has in place of others."""
+NEVER_TURNS = 1e30
+"""Divisor of the frequency of a pair that does not turn."""
 ALWAYS_WIDE = ("ffn_gate_inp.weight", ".bias", "ssm_conv1d.weight")
 """Float32 in every file, as are vectors."""
 
@@ -69,7 +95,9 @@ _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*?)(?:(?<=experts\.)(\d+)(\..*)
 
 def sizes_of(config: dict[str, Any]) -> dict[str, int | float | bool | str | list[int]]:
     """Sizes under llama.cpp's names, without the architecture that goes before them. KeyError for other families."""
+    config = {key: config[other] for key, other in OTHER_KEYS.items() if other in config} | config
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope |= rope.get("full_attention", {})
     return {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -150,12 +178,55 @@ def _deepseek_v3_sizes(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma_4_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """All pairs of the heads of full layers turn here: `tensors_of` divides the frequencies of the others."""
+    are_windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    heads, full = config["head_dim"], config["global_head_dim"]
+    kv_heads = config["num_global_key_value_heads"], config["num_key_value_heads"]
+    return {
+        "attention.head_count_kv": [kv_heads[is_windowed] for is_windowed in are_windowed],
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": heads,
+        "attention.value_length_swa": heads,
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": are_windowed,
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "expert_count": config["num_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": heads,
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+    }
+
+
+def _mimo_v2_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    are_windowed = [bool(flag) for flag in config["hybrid_layer_pattern"]]
+    kv_heads = config["num_key_value_heads"], config["swa_num_key_value_heads"]
+    return {
+        "attention.head_count_kv": [kv_heads[is_windowed] for is_windowed in are_windowed],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["v_head_dim"],
+        "attention.value_scale": config["attention_value_scale"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": are_windowed,
+        "expert_count": config["n_routed_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "rope.dimension_count": int(config["head_dim"] * config["partial_rotary_factor"]),
+        "rope.freq_base_swa": config["swa_rope_theta"],
+    }
+
+
 _FAMILY_SIZES = {
     "qwen3_moe": _qwen3_moe_sizes,
     "olmoe": _olmoe_sizes,
     "deepseek_v3": _deepseek_v3_sizes,
     "gpt_oss": _gpt_oss_sizes,
     QWEN3_5: _qwen3_5_sizes,
+    GEMMA_4: _gemma_4_sizes,
+    "mimo_v2_flash": _mimo_v2_sizes,
 }
 
 
@@ -172,24 +243,34 @@ def _yarn_sizes(rope: dict[str, Any]) -> dict[str, Any]:
 
 def tensors_of(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor with its name: uint16 holds the bits of bfloat16. KeyError for a name that no table has."""
-    renamed, experts = RENAMED.get(ARCHITECTURES[config["model_type"]], {}), defaultdict(dict)
+    names, experts = TENSORS | OTHER_TENSORS.get(ARCHITECTURES[config["model_type"]], {}), defaultdict(dict)
+    if config["model_type"] == GEMMA_4:
+        yield "rope_freqs.weight", _frequency_divisors(config)
     for name, read in _read_all(model).items():
         array = _full_scale(name, read) if config["model_type"] == QWEN3_5 else read
         if not (found := _IN_LAYER.match(name)):
-            yield TENSORS[name], widened(array) if array.ndim == 1 else array
+            yield names[name], widened(array) if array.ndim == 1 else array
             continue
         layer, part, expert, rest = found.groups()
         if expert:
-            experts[f"blk.{layer}.{TENSORS[f'{part}*{rest}']}"][int(expert)] = array
+            experts[f"blk.{layer}.{names[f'{part}*{rest}']}"][int(expert)] = array
             continue
-        for ours, held in _held(part, array, config):
+        for ours, held in _held(part, array, config, names):
             is_wide = held.ndim == 1 or ours.endswith(ALWAYS_WIDE)
-            yield f"blk.{layer}.{renamed.get(ours, ours)}", widened(held) if is_wide else np.ascontiguousarray(held)
+            yield f"blk.{layer}.{ours}", widened(held) if is_wide else np.ascontiguousarray(held)
     for name, arrays in experts.items():
         yield name, np.stack([arrays[expert] for expert in range(len(arrays))])
 
 
-def _held(part: str, array: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
+def _frequency_divisors(config: dict[str, Any]) -> np.ndarray:
+    """Divisors of the frequencies of full layers, float32 [pairs of a head]: the first pairs turn, the others not."""
+    head, rope = config["global_head_dim"], config["rope_parameters"]["full_attention"]
+    divisors = np.full(head // 2, NEVER_TURNS, np.float32)
+    divisors[: int(rope["partial_rotary_factor"] * head // 2)] = 1
+    return divisors
+
+
+def _held(part: str, array: np.ndarray, config: dict[str, Any], names: dict[str, str]) -> list[tuple[str, np.ndarray]]:
     """What llama.cpp makes of one tensor of a layer."""
     if part == "self_attn.kv_b_proj.weight":
         of_heads = array.reshape(config["num_attention_heads"], -1, array.shape[-1])
@@ -202,10 +283,10 @@ def _held(part: str, array: np.ndarray, config: dict[str, Any]) -> list[tuple[st
         kind, rows = "bias" if is_bias else "weight", array if is_bias else array.swapaxes(1, 2)
         return [(f"ffn_{name}_exps.{kind}", rows[:, start::2]) for start, name in enumerate(("gate", "up"))]
     if part.startswith("linear_attn."):
-        return [(TENSORS[part], _delta_held(part.removeprefix("linear_attn."), array, config))]
+        return [(names[part], _delta_held(part.removeprefix("linear_attn."), array, config))]
     if part == "mlp.shared_expert_gate.weight":
-        return [(TENSORS[part], array.ravel())]
-    return [(TENSORS[part], array)]
+        return [(names[part], array.ravel())]
+    return [(names[part], array)]
 
 
 def _full_scale(name: str, array: np.ndarray) -> np.ndarray:

@@ -4,13 +4,16 @@
     python -m benchmarks.peers.run --size small [--sides vllm,llamacpp] [--peers DIR] [--workloads W1,W2] [--repeats 5]
     python -m benchmarks.peers.run --size mid --sides llamacpp --experts int8 --workloads W1,W2
     RAYSERVE_MOE_CPU_LEVEL=avx2 python -m benchmarks.peers.run --size small --sides llamacpp,xla --out FILE.json
+    chrt -r 1 python -m benchmarks.peers.run --size gemma-4-mid --sides llamacpp --max-others 0.06
 
 `--size` names a synthetic preset. The side `xla` is our engine without native kernels, in float32. The first command
 builds each peer for this processor and records its build flags and environment in the result. Processes of the other
 sides are stopped during a run. The sides alternate repeat by repeat, so that slow changes of the machine affect all of
 them; leave the machine idle nevertheless. The read bandwidth is the maximum of measurements before, between and after
 the workloads. `python -m benchmarks.peers.agreement` checks that a peer computes the same model. With experts in int8,
-llama.cpp has all matrices in Q8_0: int8 with a scale for every 32 weights.
+llama.cpp has all matrices in Q8_0: int8 with a scale for every 32 weights. On a machine that others use, real-time
+priority (`chrt`) keeps their processes off the cores of both sides, and `--max-others` tries a run again during which
+they used more than this share of the cores.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from benchmarks.engine_runs import in_turn, run_engine
 from benchmarks.peers.bandwidth import most_tokens_per_s, read_bytes_per_s
 from benchmarks.peers.folders import add_peers_option, installed
 from benchmarks.peers.process import PeerProcess
+from benchmarks.peers.quiet import undisturbed
 from benchmarks.peers.tables import OURS
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, Workload, add_workload_options, prompts_of
@@ -59,20 +64,44 @@ class XlaEngine:
         return run_engine(self._engine, workload, prompts=prompts, seed=seed)
 
 
-def measure(name: str, engine: Engine, *, peers: Mapping[str, PeerProcess | XlaEngine], repeats: int) -> dict[str, Any]:
-    """Run a workload `repeats` times on each side in turn, after an uncounted turn of each."""
+def measure(
+    name: str,
+    engine: Engine,
+    *,
+    peers: Mapping[str, PeerProcess | XlaEngine],
+    repeats: int,
+    max_others: float | None = None,
+) -> dict[str, Any]:
+    """Run a workload `repeats` times on each side in turn, after an uncounted turn of each; see `undisturbed`."""
     workload = WORKLOADS[name]
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in (OURS, *peers)}
     for repeat in range(-1, repeats):
         prompts = prompts_of(name, repeat, vocab_size=engine.card.vocab_size)
         for side in in_turn(list(runs), repeat + 1):
-            if side == OURS:
-                runs[side].append(run_engine(engine, workload, prompts=prompts, seed=repeat + 1)[0])
+            run = partial(_run, side, engine, peers, workload=workload, prompts=prompts, seed=repeat + 1)
+            if max_others is None:
+                runs[side].append(run())
             else:
-                runs[side].append(peers[side].run(workload, prompts, seed=repeat + 1)[0])
+                found, share = undisturbed(run, max_others)
+                runs[side].append(found | {"others": share})
         rates = ", ".join(f"{side} {workload.total_new_tokens / runs[side][-1]['seconds']:.1f}" for side in runs)
         note(f"{name} {repeat + 1}/{repeats}: {rates} output tokens/s")
     return {"workload": asdict(workload), "runs": {side: each[1:] for side, each in runs.items()}}
+
+
+def _run(
+    side: str,
+    engine: Engine,
+    peers: Mapping[str, PeerProcess | XlaEngine],
+    *,
+    workload: Workload,
+    prompts: list[list[int]],
+    seed: int,
+) -> dict[str, float]:
+    """Run a workload once on one side."""
+    if side == OURS:
+        return run_engine(engine, workload, prompts=prompts, seed=seed)[0]
+    return peers[side].run(workload, prompts, seed=seed)[0]
 
 
 def facts_for(facts: dict[str, Any], name: str, spec: ModelSpec) -> dict[str, Any]:
@@ -107,6 +136,7 @@ def parse_arguments() -> argparse.Namespace:
     add_peers_option(parser)
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SCRIPTS), help="comma-separated")
     parser.add_argument("--experts", choices=["bfloat16", INT8], default="bfloat16", help="int8 with llamacpp alone")
+    parser.add_argument("--max-others", type=float, help="share of the cores that other processes may use in a run")
     arguments = parser.parse_args()
     if arguments.experts == INT8 and arguments.sides != ["llamacpp"]:
         parser.error("--experts int8 goes with --sides llamacpp")
@@ -136,7 +166,9 @@ def main() -> None:
         result = conditions(engine, size=arguments.size, repeats=arguments.repeats, load_before=load_before)
         result["ours"] |= our_facts(engine)
         for name in arguments.workloads:
-            workloads[name] = measure(name, engine, peers=peers, repeats=arguments.repeats)
+            workloads[name] = measure(
+                name, engine, peers=peers, repeats=arguments.repeats, max_others=arguments.max_others
+            )
             bandwidths.append(read_bytes_per_s())
     bandwidth, experts = max(bandwidths), arguments.experts
     result["peers"] = {

@@ -13,7 +13,9 @@ from benchmarks.peers.agreement import model_of, num_equal
 from benchmarks.peers.gguf_layout import sizes_of, tensors_of, widened
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 
-FAMILIES = ["tiny", "olmoe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny"]
+FAMILIES = ["tiny", "olmoe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "gemma-4-tiny", "mimo-v2-flash-tiny"]
+CONSTANT = "rope_freqs.weight"
+"""Of a file, not of a checkpoint: which pairs turn."""
 
 
 @pytest.fixture(params=FAMILIES)
@@ -30,6 +32,7 @@ def test_every_number_of_a_checkpoint_is_held_once(checkpoint):
     path, config = checkpoint
     held = dict(tensors_of(path, config))
     assert len(held) == len(list(tensors_of(path, config))), "no name twice"
+    held.pop(CONSTANT, None)
     expected = sorted_numbers(load_file(path / "model.safetensors").values())
     np.testing.assert_array_equal(sorted_numbers(map(widened, held.values())), expected)
 
@@ -73,6 +76,47 @@ def test_gate_and_up_in_turns_are_held_apart(tmp_path):
         np.testing.assert_array_equal(held[f"blk.1.ffn_{name}_exps.weight"][5], both[5, :, start::2].T)
         np.testing.assert_array_equal(held[f"blk.1.ffn_{name}_exps.bias"][5], bias[5, start::2])
     assert "blk.1.post_attention_norm.weight" in held
+
+
+def test_gemma_has_the_norms_and_factors_of_its_two_branches(tmp_path):
+    theirs, held, _ = named("gemma-4-tiny", tmp_path)
+    layer = {name.removeprefix("model.layers.2."): array for name, array in theirs.items()}
+    for ours, its in {
+        "attn_norm.weight": "input_layernorm.weight",
+        "post_attention_norm.weight": "post_attention_layernorm.weight",
+        "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+        "pre_ffw_norm_2.weight": "pre_feedforward_layernorm_2.weight",
+        "post_ffw_norm_1.weight": "post_feedforward_layernorm_1.weight",
+        "post_ffw_norm_2.weight": "post_feedforward_layernorm_2.weight",
+        "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+        "layer_output_scale.weight": "layer_scalar",
+        "ffn_gate_inp.weight": "router.proj.weight",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+        "ffn_down_exps.weight": "experts.down_proj",
+        "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    }.items():
+        np.testing.assert_array_equal(held[f"blk.2.{ours}"], layer[its])
+    assert "blk.2.attn_v.weight" in held and "blk.3.attn_v.weight" not in held, "keys are values without a window"
+    assert "output.weight" not in held, "the table of tokens is the head"
+
+
+def test_pairs_that_do_not_turn_have_endless_periods(tmp_path):
+    _, held, config = named("gemma-4-tiny", tmp_path)
+    divisors, num_pairs = held[CONSTANT], config["global_head_dim"] // 2
+    assert divisors.shape == (num_pairs,) and (divisors[: num_pairs // 4] == 1).all()
+    angles = config["max_position_embeddings"] / divisors[num_pairs // 4 :]
+    assert (np.cos(angles) == 1).all() and (np.sin(angles) < 1e-20).all()
+
+
+def test_sinks_are_held_in_the_layers_that_have_them(tmp_path):
+    theirs, held, config = named("mimo-v2-flash-tiny", tmp_path)
+    windowed = [layer for layer, flag in enumerate(config["hybrid_layer_pattern"]) if flag]
+    assert windowed == [1, 2]
+    assert [int(name.split(".")[1]) for name in held if name.endswith("attn_sinks.weight")] == windowed
+    sinks = theirs["model.layers.1.self_attn.attention_sink_bias"]
+    np.testing.assert_array_equal(held["blk.1.attn_sinks.weight"], sinks)
+    assert "blk.0.ffn_up.weight" in held and "blk.1.ffn_up_exps.weight" in held, "the first layer is dense"
 
 
 def test_every_number_of_a_hybrid_model_is_held(tmp_path):
@@ -127,6 +171,29 @@ def test_sizes_go_by_the_names_of_their_family():
     plain = sizes_of(model_of("mid").hf_config("bfloat16"))
     assert plain["expert_feed_forward_length"] == 384
     assert not any("yarn" in name for name in plain)
+
+
+def test_heads_windows_and_rotations_go_by_layer():
+    gemma = sizes_of(model_of("gemma-4-small").hf_config("bfloat16"))
+    assert gemma["attention.sliding_window_pattern"] == ([True] * 5 + [False]) * 2
+    assert gemma["attention.head_count_kv"] == ([2] * 5 + [1]) * 2
+    assert (gemma["attention.key_length"], gemma["attention.key_length_swa"]) == (512, 256)
+    assert (gemma["rope.freq_base"], gemma["rope.freq_base_swa"], gemma["rope.dimension_count"]) == (1e6, 1e4, 512)
+    assert (gemma["expert_used_count"], gemma["feed_forward_length"], gemma["expert_feed_forward_length"]) == (
+        4,
+        384,
+        128,
+    )
+    mimo = sizes_of(model_of("mimo-v2-flash-small").hf_config("bfloat16"))
+    assert mimo["attention.head_count_kv"] == [1, 2, 2, 2, 2, 1, 2, 2]
+    assert mimo["attention.sliding_window_pattern"] == [heads == 2 for heads in mimo["attention.head_count_kv"]]
+    assert (mimo["attention.key_length"], mimo["attention.value_length"], mimo["rope.dimension_count"]) == (
+        192,
+        128,
+        64,
+    )
+    assert (mimo["rope.freq_base"], mimo["rope.freq_base_swa"]) == (5e6, 1e4)
+    assert (mimo["attention.value_scale"], mimo["attention.layer_norm_rms_epsilon"]) == (0.707, 1e-5)
 
 
 def test_a_family_or_a_tensor_without_a_name_is_refused(tmp_path):

@@ -127,7 +127,10 @@ def test_fakes_of_missing_operators_are_registered_by_the_helper_that_passes_ove
     assert guarded(text) == '@register_meta("roi")\ndef a(): ...\n@register_meta("nms")\ndef b(): ...\n'
 
 
-FAMILIES = ["tiny", "olmoe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "qwen3.5-tiny"]
+FAMILIES = [
+    *("tiny", "olmoe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "qwen3.5-tiny"),
+    *("gemma-4-tiny", "mimo-v2-flash-tiny"),
+]
 
 
 @pytest.mark.parametrize("size", FAMILIES)
@@ -137,8 +140,9 @@ def test_a_step_reads_every_weight_but_the_experts_that_no_token_chose(size, tmp
     spec = spec_from_config(config)
     sizes = {name: math.prod(tensor.shape) for name, tensor in open_checkpoint(path).tensors.items()}
     of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    others = sum(sizes.values()) - of_experts - sizes["model.embed_tokens.weight"]
-    share = config["num_experts_per_tok"] / spec.router.num_experts
+    of_tokens_alone = 0 if spec.tie_embeddings else sizes["model.embed_tokens.weight"]
+    others = sum(sizes.values()) - of_experts - of_tokens_alone
+    share = spec.router.top_k / spec.router.num_experts
     assert bytes_per_step(spec, 1) == pytest.approx(2 * (others + of_experts * share))
     assert bytes_per_step(spec, 2) == pytest.approx(2 * (others + of_experts * (1 - (1 - share) ** 2)))
     assert bytes_per_step(spec, 10_000) == pytest.approx(2 * (others + of_experts))

@@ -35,6 +35,8 @@ NUM_PARAMETERS = {
     "deepseek-v3-tiny": 1.7e6, "deepseek-v3-small": 113e6, "deepseek-v3-mid": 1.01e9,
     "qwen3.5-tiny": 2.08e6, "qwen3.5-small": 122e6, "qwen3.5-mid": 1013e6,
     "gpt-oss-tiny": 1.93e6, "gpt-oss-small": 115e6, "gpt-oss-mid": 970e6,
+    "gemma-4-tiny": 2.02e6, "gemma-4-small": 107e6, "gemma-4-mid": 1033e6,
+    "mimo-v2-flash-tiny": 1.64e6, "mimo-v2-flash-small": 113e6, "mimo-v2-flash-mid": 954e6,
 }  # fmt: skip
 
 
