@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
-from rayserve_moe.kernels.latent_attention import LatentConfig
+from rayserve_moe.kernels.latent_attention import LatentConfig, attend_latent_layer
 from rayserve_moe.kernels.reference.attention import BlockPlaces
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.reference.token_index import choose_tokens
-from rayserve_moe.kernels.table import KERNELS, SPARSE_ATTENTION
+from rayserve_moe.kernels.table import KERNELS, SPARSE_ATTENTION, sparse_latents
 from rayserve_moe.kernels.token_index import IndexConfig
-from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
+from rayserve_moe.kernels.tpu import paged_attention
+from rayserve_moe.kernels.tpu.packed_rows import latent_lanes, packed_latents
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.unit.kernels.latent_cases import LatentModel
 from tests.unit.kernels.latent_runs import CUTS, LAYER, LENGTH, NUM_PAGES, PAGE, THETA, Chunks, batch_of, drawn
 
-MODEL = LatentModel(64, q_lora=34)
+MODEL = LatentModel(64, q_lora=34, kv_lora=128)
 HEADS, WIDTH, TOP_K = 6, 18, 40
 KERNELS_OF = {"cpu": jnp.float32, "cpu_native": jnp.bfloat16, "tpu": jnp.float32}
-"""Dtypes by table. Sparse attention of TPUs is by XLA, over their rows."""
+"""Dtypes by table; kernels of TPUs are interpreted."""
+INTERPRETED = pltpu.InterpretParams()
 
 
 def expected(scores: np.ndarray, top_k: int) -> np.ndarray:
@@ -94,15 +97,17 @@ def compiled(kernels: str, top_k: int):
     config = LatentConfig(MODEL.nope, MODEL.norm_eps, MODEL.scale, MODEL.interleaved)
     index = IndexConfig(HEADS, top_k, MODEL.norm_eps, 1e-6, interleaved_rotation=True)
     frequencies = (THETA ** (-np.arange(0, MODEL.rope, 2) / MODEL.rope)).astype(np.float32)
-    attention = SPARSE_ATTENTION[kernels][0].run
+    attention = sparse_latents(interpret=INTERPRETED) if kernels == "tpu" else SPARSE_ATTENTION[kernels][0].run
+    attend_densely = attention.attend
+    if kernels == "tpu":
+        paged = partial(paged_attention.attend, interpret=INTERPRETED)
+        attend_densely = partial(attend_latent_layer, decode=paged, prefill=paged, rows_of=packed_latents)
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pools: tuple[jax.Array, ...], batch: TokenBatch):
         inputs = AttentionInputs(weights, batch, rotation_of(batch.positions_T, frequencies), jnp.int32(LAYER))
         chosen, keys = attention.choose_tokens(hidden, pools[1], inputs, config=index)
         out, latents = attention.attend(hidden, pools[0], inputs._replace(chosen_TK=chosen), config=config)
-        dense = out
-        if kernels != "tpu":
-            dense, _ = attention.attend(hidden, pools[0], inputs, config=config)
+        dense, _ = attend_densely(hidden, pools[0], inputs, config=config)
         return chosen, out, dense, (latents, keys)
 
     return jax.jit(layer)
@@ -128,7 +133,7 @@ def run(kernels: str, chunks: Chunks, *, top_k: int = TOP_K) -> tuple[Found, np.
     return Found(np.concatenate(chosen), np.concatenate(outputs)), np.concatenate(dense)
 
 
-@pytest.fixture(params=KERNELS_OF)
+@pytest.fixture(params=["cpu", "cpu_native", pytest.param("tpu", marks=pytest.mark.slow)])
 def kernels(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu_native":
         need_native_kernels()
@@ -152,8 +157,6 @@ def test_a_token_chooses_the_same_however_its_prompt_is_cut(kernels: str):
 
 def test_contexts_within_the_choice_have_the_bits_of_dense_attention(kernels: str):
     """The first tokens see all; of the others none has the output of dense attention."""
-    if kernels == "tpu":
-        pytest.skip("a kernel of TPUs computes it")
     found, dense = run(kernels, CUTS["chunks that end within blocks and pages"])
     np.testing.assert_array_equal(found.outputs_TD[:TOP_K], dense[:TOP_K])
     assert (found.outputs_TD[TOP_K:] != dense[TOP_K:]).any(axis=1).all()
@@ -161,6 +164,7 @@ def test_contexts_within_the_choice_have_the_bits_of_dense_attention(kernels: st
     np.testing.assert_array_equal(whole.outputs_TD, dense)
 
 
+@pytest.mark.slow
 def test_rows_of_tpus_come_to_the_same():
     (packed, _), (exact, _) = (run(kernels, CUTS["a prompt, then decoding"]) for kernels in ("tpu", "cpu"))
     np.testing.assert_array_equal(packed.chosen_TK, exact.chosen_TK)

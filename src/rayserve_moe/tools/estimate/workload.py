@@ -18,11 +18,20 @@ from rayserve_moe.kernels.reference.gated_delta import PIECE
 from rayserve_moe.kernels.tpu.delta_visits import TILE
 from rayserve_moe.kernels.tpu.packed_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
+from rayserve_moe.model.layers.latent import SPARSE, LatentAttention
+from rayserve_moe.model.layers.sparse_latent import STATE as INDEX_KEYS
+from rayserve_moe.model.layers.sparse_latent import index_layout, index_of
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape
 from rayserve_moe.model.states import entry_states, state_of_mixer, token_states
 from rayserve_moe.parallel.mesh import cores_of
-from rayserve_moe.tools.estimate.kernel_work import AttentionSizes, AttentionWork, RecurrentWork, StepWork
+from rayserve_moe.tools.estimate.kernel_work import (
+    AttentionSizes,
+    AttentionWork,
+    RecurrentWork,
+    SparseWork,
+    StepWork,
+)
 
 
 @dataclass(frozen=True)
@@ -74,16 +83,27 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
                 used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.rows * plan.data_size
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
-    states, attention = token_states(model), {}
-    seen = sizes.rows * sizes.context + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
+    states, attention, sparse = token_states(model), {}, _sparse_work(spec, sizes)
+    see_some = sparse is not None and sparse.num_tokens > 0
+    seen_of_single = sparse.top_k if see_some else sizes.context
+    seen = sizes.rows * seen_of_single + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
     for mixer, shape in _scoring(spec):
         kept = state_of_mixer(model, mixer)
         row_bytes = kept.row_bytes(plan, dtype=sizes.kv_dtype)
-        attention |= _attention_work(model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
+        of_mixer = _attention_work(model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
+        attention |= (
+            of_mixer if not see_some else {call: _without_singles(of_call) for call, of_call in of_mixer.items()}
+        )
         heads, num_layers = shape.num_heads // plan.tensor_size, len(spec.layers_with_mixer(mixer.kind))
         flops += 2 * heads * (shape.key_width + shape.value_width) * seen * num_layers
-    num_kept = sizes.sequences * sizes.context + prompt_tokens
-    state_bytes = sum(state.row_bytes(plan, dtype=sizes.kv_dtype) * num_kept * state.num_layers for state in states)
+    state_bytes = sum(
+        state.row_bytes(plan, dtype=sizes.kv_dtype)
+        * (sizes.sequences * _rows_read(state.kind.name, sizes, sparse) + prompt_tokens)
+        * state.num_layers
+        for state in states
+    )
+    if sparse is not None and see_some:
+        flops += 2 * sparse.num_tokens * sparse.context * _index_products(spec)
     # A sequence reads its entry, and half of its ring on average.
     state_bytes += sizes.sequences * sum(
         (state.row_bytes(plan, dtype=sizes.kv_dtype) + state.ring_bytes(plan, dtype=sizes.kv_dtype) // 2)
@@ -103,7 +123,38 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         recurrent,
         exchanged_bytes=exchanged,
         device_share=devices / num_devices,
+        sparse=sparse,
     )
+
+
+def _sparse_work(spec: ModelSpec, sizes: StepSizes) -> SparseWork | None:
+    """Return the work of single tokens of a layer with sparse attention."""
+    layout = index_layout(spec)
+    if layout is None:
+        return None
+    return SparseWork(sizes.rows if sizes.context > layout.top_k else 0, sizes.context, layout.top_k)
+
+
+def _rows_read(state: str, sizes: StepSizes, sparse: SparseWork | None) -> int:
+    """Return the rows of a state that a sequence reads in a layer: an index only if tokens do not see all."""
+    if sparse is None:
+        return sizes.context
+    if state == INDEX_KEYS:
+        return sizes.context if sparse.num_tokens else 0
+    return min(sizes.context, sparse.top_k)
+
+
+def _index_products(spec: ModelSpec) -> int:
+    """Return the products of a token's index with a key, of all layers."""
+    own = spec.mixer(SPARSE)
+    assert isinstance(own, LatentAttention), own
+    index = index_of(own)
+    return index.num_heads * index.head_dim * len(spec.layers_with_mixer(SPARSE))
+
+
+def _without_singles(work: AttentionWork) -> AttentionWork:
+    """Return the work of a call of dense attention if its single tokens do not see all."""
+    return work if work.is_of_prompts else AttentionWork(0, 0, 0, 0)
 
 
 def fullest_slots(num_slots: int, num_devices: int, *, share: float, num_tokens: int) -> float:
