@@ -15,14 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference import token_index as index_reference
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.reference.layers import rotation_of
+from rayserve_moe.kernels.table import SPARSE_ATTENTION, sparse_latents
+from rayserve_moe.kernels.token_index import IndexConfig
 from rayserve_moe.kernels.tpu import chosen_attention, paged_attention, token_index, top_tokens
 from rayserve_moe.kernels.tpu.chosen_attention import RowStream
 from rayserve_moe.kernels.tpu.packed_rows import packed_latents
-from rayserve_moe.kernels.tpu.paged_stream import PageStream
 from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, print_outcomes
+from tests.support.kernels.paged_attention import OtherHalf, no_wait_for_pages, pages_into_the_block_in_use
+from tests.unit.kernels.latent_cases import LatentModel
 
 PAGE, TABLE_WIDTH = 16, 24
 SCORES, LATENT, ROTATED = ScoreConfig(scale=0.1), 128, 64
@@ -94,9 +100,16 @@ def packed(pool: np.ndarray, dtype: str) -> jax.Array:
     return packed_latents(jnp.asarray(pool, dtype).reshape(-1, 1, pool.shape[2])).reshape(*pool.shape[:2], -1)
 
 
+def use_small_blocks() -> None:
+    """Have the kernels take blocks of 128 keys and of 16 chosen tokens, which are interpreted sooner."""
+    token_index.BLOCK_KEYS = 128
+    chosen_attention.BLOCK_ROWS, chosen_attention.BLOCK_TOKENS = 128, 16
+
+
 def index_outcome(case: IndexCase) -> Outcome:
     """The number of tokens that are chosen by one of kernel and definition alone."""
-    token_index.BLOCK_KEYS, token_index.SCORE_BYTES = 128, case.score_bytes
+    use_small_blocks()
+    token_index.SCORE_BYTES = case.score_bytes
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     generator = np.random.default_rng(7)
     pages = Pages(partial(generator.integers, -1, 2), [sum(block) for block in case.blocks], case.width)
@@ -117,6 +130,7 @@ def index_outcome(case: IndexCase) -> Outcome:
 
 def attention_outcome(case: AttentionCase) -> Outcome:
     """The kernel next to its definition; AssertionError if one that sees all has not the bits of dense attention."""
+    use_small_blocks()
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     generator, num_tokens = np.random.default_rng(9), len(case.positions)
     pages = Pages(generator.standard_normal, [place + 1 for place in case.positions], LATENT + ROTATED)
@@ -144,13 +158,72 @@ def outcome_of(case: IndexCase | AttentionCase) -> Outcome:
     return index_outcome(case) if isinstance(case, IndexCase) else attention_outcome(case)
 
 
-def no_wait_for_keys() -> None:
-    PageStream.wait = lambda *_: None
+def cut_outcome() -> Outcome:
+    """The number of tokens that queries choose in a block or alone only, by scores of any value."""
+    use_small_blocks()
+    paged_attention.cores_of_device = lambda _=None: 1
+    generator, num_queries = np.random.default_rng(3), 4
+    pages = Pages(generator.standard_normal, [384], 128)
+    pool, dtype = packed(pages.pool, "bfloat16"), jnp.bfloat16
+    queries = jnp.asarray(generator.standard_normal((1, num_queries, 32, 128)), dtype)
+    weights = jnp.asarray(generator.standard_normal((1, num_queries, 32)), jnp.float32)
+    positions = jnp.arange(380, 384, dtype=jnp.int32)[None]
+    choose = partial(token_index.choose_tokens, key_pages=pool, top_k=130, interpret=INTERPRETED)
+    together = choose(queries, weights, places=BlockPlaces(jnp.asarray(pages.table), positions))
+    alone = BlockPlaces(jnp.asarray(np.repeat(pages.table, num_queries, axis=0)), positions.T)
+    single = choose(jnp.swapaxes(queries, 0, 1), jnp.swapaxes(weights, 0, 1), places=alone)
+    return FAULTS_FOUND.outcome((np.asarray(together[0]) != np.asarray(single[:, 0])).sum(), num_queries * 130)
 
 
-def keys_into_the_block_in_use() -> None:
-    start = PageStream.start
-    PageStream.start = lambda stream, reach, block, half: start(stream, reach, block, 1 - half)
+MODEL = LatentModel(64, q_lora=34, kv_lora=128)
+INDEX, STEP_PAGES, LAYER = IndexConfig(4, 20, MODEL.norm_eps, 1e-6, interleaved_rotation=True), 5, 1
+ANGLES = (100.0 ** (-np.arange(0, MODEL.rope, 2) / MODEL.rope)).astype(np.float32)
+
+
+def layer_outcome() -> Outcome:
+    """A layer of single tokens and of two blocks, next to the reference; AssertionError for another choice."""
+    use_small_blocks()
+    paged_attention.cores_of_device = lambda _=None: 1
+    generator = np.random.default_rng(2)
+    shapes = {"index_q_LRi": (34, 4 * 18), "index_k_LDd": (64, 18), "index_weights_LDA": (64, 4)}
+    shapes |= {"index_k_norm_Ld": (18,), "index_k_norm_bias_Ld": (18,)}
+    weights = MODEL.weights() | {
+        name: generator.standard_normal((MODEL.num_layers, *shape)).astype(np.float32) * 0.3
+        for name, shape in shapes.items()
+    }
+    weights = {name: jnp.asarray(array) for name, array in weights.items()}
+    positions = np.array([70, -1, 12, *range(17, 21), *range(60, 63), -1], np.int32)
+    tables = generator.permutation(np.arange(1, 1 + 5 * STEP_PAGES)).reshape(5, STEP_PAGES).astype(np.int32)
+    table_of = np.repeat(tables, [1, 1, 1, 4, 4], axis=0)
+    places = np.maximum(positions, 0)
+    slots = np.where(positions >= 0, table_of[np.arange(len(places)), places // PAGE] * PAGE + places % PAGE, 0)
+    batch = TokenBatch(
+        jnp.zeros_like(positions), jnp.asarray(positions), jnp.asarray(slots, jnp.int32), jnp.asarray(tables), 3
+    )
+    inputs = AttentionInputs(weights, batch, rotation_of(batch.positions_T, ANGLES), jnp.int32(LAYER))
+    hidden = jnp.asarray(generator.standard_normal((len(positions), MODEL.hidden)), jnp.float32)
+    num_rows = MODEL.num_layers * (1 + 5 * STEP_PAGES)
+    pools = [generator.standard_normal((num_rows, PAGE, width)).astype(np.float32) for width in (132, 18)]
+    config = LatentConfig(MODEL.nope, MODEL.norm_eps, MODEL.scale, MODEL.interleaved)
+    results = []
+    for attention, rows in (
+        (SPARSE_ATTENTION["cpu"][0].run, lambda pool: jnp.asarray(pool)[:, :, None]),
+        (sparse_latents(interpret=INTERPRETED), partial(packed, dtype="float32")),
+    ):
+        chosen, _ = attention.choose_tokens(hidden, rows(pools[1]), inputs, config=INDEX)
+        of_layer = inputs._replace(chosen_TK=chosen)
+        out, _ = attention.attend(hidden, rows(pools[0]), of_layer, config=config)
+        results.append((np.asarray(chosen), np.asarray(out)))
+    (chosen, out), (found_chosen, found) = results
+    np.testing.assert_array_equal(found_chosen, chosen)
+    return FAULTS_FOUND.outcome(np.abs(found - out).max(), np.abs(out).max())
+
+
+LAYERS: dict[str, Callable[[], Outcome]] = {
+    "queries alone and in a block": cut_outcome,
+    "a layer of single tokens and prompts": layer_outcome,
+}
+"""Cases besides those of a kernel alone."""
 
 
 def signs_tell_zeros_apart() -> None:
@@ -172,7 +245,7 @@ def no_wait_for_rows() -> None:
 
 def rows_into_the_block_in_use() -> None:
     start = RowStream.start
-    RowStream.start = lambda stream, token, block, half: start(stream, token, block, 1 - half)
+    RowStream.start = lambda stream, *place: start(replace(stream, blocks=OtherHalf(stream.blocks)), *place)
 
 
 def rows_after_the_own_one() -> None:
@@ -185,8 +258,8 @@ def group_of_a_neighbour() -> None:
 
 
 INDEX_FAULTS: dict[str, Callable[[], None]] = {
-    "no wait for keys": no_wait_for_keys,
-    "keys into the block in use": keys_into_the_block_in_use,
+    "no wait for keys": no_wait_for_pages,
+    "keys into the block in use": pages_into_the_block_in_use,
     "signs tell zeros apart": signs_tell_zeros_apart,
     "ties to the last": ties_to_the_last,
     "scores of the last query": scores_of_the_last_query,
@@ -202,6 +275,8 @@ FAULTS = INDEX_FAULTS | ATTENTION_FAULTS
 
 def case_of(name: str) -> Callable[[], Outcome]:
     """Return what runs a case, with its fault planted if it is one."""
+    if name in LAYERS:
+        return LAYERS[name]
     if name in CASES:
         return partial(outcome_of, CASES[name])
     FAULTS[name]()

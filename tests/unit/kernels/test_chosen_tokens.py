@@ -10,7 +10,7 @@ import pytest
 from rayserve_moe.kernels.reference.attention import BlockPlaces
 from rayserve_moe.kernels.tpu.token_index import pages_of_a_block, unsupported_reason
 from rayserve_moe.kernels.tpu.top_tokens import kept_lanes, ordered
-from tests.support.kernels.chosen_tokens import CASES, FAULTS, INDEX_FAULTS, IndexCase
+from tests.support.kernels.chosen_tokens import CASES, FAULTS, INDEX_FAULTS, LAYERS, IndexCase
 from tests.support.kernels.interpreter import run_cases
 
 MODULE = "tests.support.kernels.chosen_tokens"
@@ -51,6 +51,14 @@ def test_they_are_the_reference():
         bound = ROUNDING * found.largest if case.dtype == "bfloat16" else SUMS_IN_FLOAT32
         bound = 0 if isinstance(case, IndexCase) else bound
         assert found.difference <= bound < found.largest and not (found.has_races or found.has_rest), (name, found)
+
+
+@pytest.mark.slow
+def test_a_layer_is_that_of_the_reference_and_a_choice_does_not_depend_on_other_queries():
+    """Single tokens and prompts, some of which see all; chosen sets are equal."""
+    alone, layer = run_cases(MODULE, *LAYERS).values()
+    assert alone.difference == 0 < alone.largest and not (alone.has_races or alone.has_rest), alone
+    assert layer.difference <= SUMS_IN_FLOAT32 * layer.largest and not (layer.has_races or layer.has_rest), layer
 
 
 @pytest.mark.slow

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
-from rayserve_moe.kernels.latent_attention import LatentConfig, attend_latent_layer
+from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.attention import BlockPlaces
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.reference.token_index import choose_tokens
-from rayserve_moe.kernels.table import KERNELS, SPARSE_ATTENTION, sparse_latents
+from rayserve_moe.kernels.table import KERNELS, SPARSE_ATTENTION
 from rayserve_moe.kernels.token_index import IndexConfig
-from rayserve_moe.kernels.tpu import paged_attention
-from rayserve_moe.kernels.tpu.packed_rows import latent_lanes, packed_latents
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.unit.kernels.latent_cases import LatentModel
 from tests.unit.kernels.latent_runs import CUTS, LAYER, LENGTH, NUM_PAGES, PAGE, THETA, Chunks, batch_of, drawn
 
-MODEL = LatentModel(64, q_lora=34, kv_lora=128)
+MODEL = LatentModel(64, q_lora=34)
 HEADS, WIDTH, TOP_K = 6, 18, 40
-KERNELS_OF = {"cpu": jnp.float32, "cpu_native": jnp.bfloat16, "tpu": jnp.float32}
-"""Dtypes by table; kernels of TPUs are interpreted."""
-INTERPRETED = pltpu.InterpretParams()
+KERNELS_OF = {"cpu": jnp.float32, "cpu_native": jnp.bfloat16}
+"""Dtypes by table; for kernels of TPUs see `test_chosen_tokens`."""
 
 
 def expected(scores: np.ndarray, top_k: int) -> np.ndarray:
@@ -97,17 +93,13 @@ def compiled(kernels: str, top_k: int):
     config = LatentConfig(MODEL.nope, MODEL.norm_eps, MODEL.scale, MODEL.interleaved)
     index = IndexConfig(HEADS, top_k, MODEL.norm_eps, 1e-6, interleaved_rotation=True)
     frequencies = (THETA ** (-np.arange(0, MODEL.rope, 2) / MODEL.rope)).astype(np.float32)
-    attention = sparse_latents(interpret=INTERPRETED) if kernels == "tpu" else SPARSE_ATTENTION[kernels][0].run
-    attend_densely = attention.attend
-    if kernels == "tpu":
-        paged = partial(paged_attention.attend, interpret=INTERPRETED)
-        attend_densely = partial(attend_latent_layer, decode=paged, prefill=paged, rows_of=packed_latents)
+    attention = SPARSE_ATTENTION[kernels][0].run
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pools: tuple[jax.Array, ...], batch: TokenBatch):
         inputs = AttentionInputs(weights, batch, rotation_of(batch.positions_T, frequencies), jnp.int32(LAYER))
         chosen, keys = attention.choose_tokens(hidden, pools[1], inputs, config=index)
         out, latents = attention.attend(hidden, pools[0], inputs._replace(chosen_TK=chosen), config=config)
-        dense, _ = attend_densely(hidden, pools[0], inputs, config=config)
+        dense, _ = attention.attend(hidden, pools[0], inputs, config=config)
         return chosen, out, dense, (latents, keys)
 
     return jax.jit(layer)
@@ -118,8 +110,7 @@ def run(kernels: str, chunks: Chunks, *, top_k: int = TOP_K) -> tuple[Found, np.
     dtype, hidden = KERNELS_OF[kernels], drawn(MODEL)
     rows = MODEL.num_layers * NUM_PAGES
     widths = MODEL.kv_lora + MODEL.rope, WIDTH
-    shapes = [(latent_lanes(width),) if kernels == "tpu" else (1, width) for width in widths]
-    pools = tuple(jnp.full((rows, PAGE, *shape), jnp.nan, dtype) for shape in shapes)
+    pools = tuple(jnp.full((rows, PAGE, 1, width), jnp.nan, dtype) for width in widths)
     chosen, outputs, dense, first = [], [], [], 0
     for count in chunks:
         batch, places = batch_of(first, count)
@@ -133,7 +124,7 @@ def run(kernels: str, chunks: Chunks, *, top_k: int = TOP_K) -> tuple[Found, np.
     return Found(np.concatenate(chosen), np.concatenate(outputs)), np.concatenate(dense)
 
 
-@pytest.fixture(params=["cpu", "cpu_native", pytest.param("tpu", marks=pytest.mark.slow)])
+@pytest.fixture(params=KERNELS_OF)
 def kernels(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu_native":
         need_native_kernels()
@@ -162,13 +153,6 @@ def test_contexts_within_the_choice_have_the_bits_of_dense_attention(kernels: st
     assert (found.outputs_TD[TOP_K:] != dense[TOP_K:]).any(axis=1).all()
     whole, dense = run(kernels, CUTS["a prompt, then decoding"], top_k=LENGTH)
     np.testing.assert_array_equal(whole.outputs_TD, dense)
-
-
-@pytest.mark.slow
-def test_rows_of_tpus_come_to_the_same():
-    (packed, _), (exact, _) = (run(kernels, CUTS["a prompt, then decoding"]) for kernels in ("tpu", "cpu"))
-    np.testing.assert_array_equal(packed.chosen_TK, exact.chosen_TK)
-    np.testing.assert_allclose(packed.outputs_TD, exact.outputs_TD, rtol=0, atol=1e-5)
 
 
 def test_native_kernels_choose_by_the_scores_of_the_definition():

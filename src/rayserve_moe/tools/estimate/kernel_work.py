@@ -335,18 +335,17 @@ def _token_index(instruction: Instruction, operands: list[Instruction], sparse: 
 def _chosen_attention(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork:
     """Count the blocks of chosen tokens. Loops with unknown trips: blocks, and pieces of a token's last block to clear.
 
-    Copies are requested for a core's first token, for the next block of a token, and for the next token.
+    Copies for a core's first token are known by their size.
     """
     pool = max((shape for one in operands for shape in one.shapes), key=lambda shape: shape.num_bytes)
     blocks, num_steps = math.ceil(sparse.top_k / chosen_attention.BLOCK_TOKENS), instruction.shapes[0].dims[0]
     of_group = pool.num_bytes // pool.dims[0]
-    runs = (1.0 if sparse.num_tokens else 0.0, sparse.num_tokens * (blocks - 1), sparse.num_tokens)
-    regions = tuple(RegionRuns(of_group, reads=True, writes=False, runs=count) for count in runs)
+    first = RegionRuns(of_group, reads=True, writes=False, runs=float(sparse.num_tokens > 0))
     return KernelWork(
         sparse.num_tokens * blocks * chosen_attention.BLOCK_TOKENS * of_group,
         (),
         trips_each=(blocks * sparse.num_tokens / num_steps, 4 / blocks),
-        region_runs=regions,
+        region_runs=(first,),
         kind=ATTENTION,
         visits=sparse.num_tokens,
     )
