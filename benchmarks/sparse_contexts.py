@@ -55,6 +55,7 @@ CASES = {
     case.name: case
     for case in (
         SparseCase("deepseek-v3.2", "v5p:2x4x4", 4, 2, 16),
+        SparseCase("deepseek-v3.2", "v5p:4x4x4", 4, 4, 64),
         SparseCase("glm-5.2", "v5p:2x4x4", 4, 2, 16),
         SparseCase("deepseek-v3.2", "v6e:8x8", 8, 2, 16, "int8"),
     )

@@ -51,8 +51,8 @@ def test_no_token_takes_more_bundles_than_the_baseline(chip: str):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_attention_to_chosen_tokens_waits_for_memory(chip: str):
-    """With the heads of a device that shares them with seven others; not on v5e, whose core is slow."""
+def test_attention_to_chosen_tokens_takes_little_longer_than_its_copies(chip: str):
+    """With the heads of a device that shares them with seven others."""
     figures, bundles = CHIPS[chip], BASELINE.committed()[chip][f"{ATTENTION}, 16 heads"]
     memory_bundles = TOP_K * GROUP_BYTES / (figures.hbm_bytes / figures.num_cores) * figures.clock_hz
-    assert bundles < 2 * memory_bundles
+    assert bundles < 1.5 * memory_bundles

@@ -198,7 +198,7 @@ def _call(
         ),
         out_shape=jax.ShapeDtypeStruct((num_visits, shape.num_queries, kept_lanes(shape.top_k)), jnp.int32),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True
         ),
         name="token_index",
         interpret=interpret,

@@ -335,17 +335,15 @@ def _token_index(instruction: Instruction, operands: list[Instruction], sparse: 
 def _chosen_attention(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork:
     """Count the blocks of chosen tokens. Loops with unknown trips: blocks, and pieces of a token's last block to clear.
 
-    Copies for a core's first token are known by their size.
+    The copies for a core's first token count for every token, which adds 1 %.
     """
     pool = max((shape for one in operands for shape in one.shapes), key=lambda shape: shape.num_bytes)
     blocks, num_steps = math.ceil(sparse.top_k / chosen_attention.BLOCK_TOKENS), instruction.shapes[0].dims[0]
     of_group = pool.num_bytes // pool.dims[0]
-    first = RegionRuns(of_group, reads=True, writes=False, runs=float(sparse.num_tokens > 0))
     return KernelWork(
         sparse.num_tokens * blocks * chosen_attention.BLOCK_TOKENS * of_group,
         (),
         trips_each=(blocks * sparse.num_tokens / num_steps, 4 / blocks),
-        region_runs=(first,),
         kind=ATTENTION,
         visits=sparse.num_tokens,
     )
