@@ -49,6 +49,8 @@ class IndexCase:
     dtype: str = "float32"
     score_bytes: int = 1 << 20
     num_cores: int = 1
+    weights: tuple[int, int] = (-2, 3)
+    """Least weight of a head, and the end of weights."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ CASES: dict[str, IndexCase | AttentionCase] = {
     "index of many tokens, of 16 heads, in bfloat16": IndexCase(
         ((383, 1), (299, 1), (301, 1), (0, 0)), 1, 300, num_heads=16, width=128, dtype="bfloat16"
     ),
+    "index of no positive score": replace(SINGLES, blocks=((300, 1), (383, 1), (150, 1)), weights=(-2, 0)),
     "few tokens of many": FEW,
     "all or few, on two cores, in bfloat16": AttentionCase(
         (100, -1, 77, 39, 210), 40, whole=(3,), num_heads=20, dtype="bfloat16", num_cores=2
@@ -115,7 +118,7 @@ def index_outcome(case: IndexCase) -> Outcome:
     pages = Pages(partial(generator.integers, -1, 2), [sum(block) for block in case.blocks], case.width)
     shape = (len(case.blocks), case.num_queries, case.num_heads)
     queries = jnp.asarray(generator.integers(-1, 2, (*shape, case.width)), case.dtype)
-    weights = jnp.asarray(generator.integers(-2, 3, shape), jnp.float32)
+    weights = jnp.asarray(generator.integers(*case.weights, shape), jnp.float32)
     positions = np.full(shape[:2], -1, np.int32)
     for block, (first, count) in enumerate(case.blocks):
         positions[block, :count] = np.arange(first, first + count)
@@ -280,7 +283,7 @@ def case_of(name: str) -> Callable[[], Outcome]:
     if name in CASES:
         return partial(outcome_of, CASES[name])
     FAULTS[name]()
-    smaller = replace(SINGLES, blocks=((300, 1), (383, 1), (150, 1))), replace(FEW, positions=(383, 300))
+    smaller = CASES["index of no positive score"], replace(FEW, positions=(383, 300))
     return partial(outcome_of, smaller[name in ATTENTION_FAULTS])
 
 
