@@ -29,8 +29,9 @@ In DeepSeek-V3.2 and GLM-5 (`dsa`), an index chooses the `index_topk` tokens tha
 the lower position, so that the choice does not depend on chunks, other requests or drafts. `dsa_shared` layers take the
 choice of the last layer with an index. Contexts of up to `index_topk` tokens have the bits of dense attention.
 
-On TPUs, no kernel of sparse attention exists yet. With `max_model_len` up to `index_topk` the paged kernel computes
-dense attention. Beyond, XLA scores all keys and masks dense attention: exact, at the cost of dense attention and more.
+On TPUs, tokens that see at most `index_topk` tokens are attended by the paged kernel of dense attention. Beyond, a
+kernel scores the keys and chooses, for prompts and single tokens alike, and a kernel attends single tokens to the
+chosen rows. XLA masks dense attention of prompts: exact, at the cost of dense attention and more.
 
 In MiniMax-M3 (`block_gqa`), an index chooses the `sparse_topk_blocks` blocks of `sparse_block_size` keys that each
 token sees, by each head of the index for the query heads of its KV heads. The score of a block is its largest product;

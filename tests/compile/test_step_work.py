@@ -12,7 +12,7 @@ import pytest
 from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.tools.estimate.chips import chip_of
-from rayserve_moe.tools.estimate.kernel_work import AttentionWork, RecurrentWork, StepWork
+from rayserve_moe.tools.estimate.kernel_work import AttentionWork, RecurrentWork, SparseWork, StepWork
 from rayserve_moe.tools.estimate.workload import StepSizes, devices_of_token, fullest_slots, step_work
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
@@ -101,6 +101,18 @@ def test_latents_are_read_with_what_fills_their_registers():
     model = lay_out(case_of_model("glm-4.7-flash", "v6e:2x4", values=values)).config
     (decode,) = step_work(model, StepSizes("v6e:2x4", 2, 1024)).attention.values()
     assert decode.kv_bytes == 2 * 1024 * 640 * 2 and decode.num_pages == 2 * 8 and decode.num_visits == 2 * 2
+
+
+def test_beyond_a_choice_an_index_is_read_and_the_chosen_rows_alone():
+    """Keys of 128 of every position, latents of the 2,048 chosen ones; dense attention has nothing to read."""
+    values = {"max_model_len": 8192, "max_running_requests": 2}
+    model = lay_out(case_of_model("deepseek-v3.2", "v5p:2x4x4", tp=4, values=values)).config
+    short, long = (step_work(model, StepSizes("v5p:2x4x4", 2, context)) for context in (2048, 8192))
+    assert (short.sparse, long.sparse) == (SparseWork(0, 2048, 2048), SparseWork(2, 8192, 2048))
+    assert long.hbm_bytes - short.hbm_bytes == pytest.approx(2 * 61 * 8192 * 128 * 2)
+    assert long.flops - short.flops == pytest.approx(2 * 2 * 61 * 8192 * 64 * 128)
+    (dense,), (nothing,) = (found.attention.values() for found in (short, long))
+    assert dense.kv_bytes == 2 * 2048 * 640 * 2 and (nothing.num_visits, nothing.kv_bytes) == (0, 0)
 
 
 def test_cores_that_share_a_device_share_blocks_of_an_attention_of_our_own():

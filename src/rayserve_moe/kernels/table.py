@@ -20,10 +20,10 @@ from rayserve_moe.kernels import kv_pool
 from rayserve_moe.kernels.attention_heads import project_packed_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.block_index import choose_layer_blocks
-from rayserve_moe.kernels.candidates import Candidate, Function, Operation, operation, supports_all
+from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound, operation, supports_all
 from rayserve_moe.kernels.cpu_native import calls, index_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
-from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_chosen, attend_latent_layer
+from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer, attend_masked
 from rayserve_moe.kernels.operations import (
     ADVANCE,
     AttentionKernels,
@@ -42,6 +42,7 @@ from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels
 from rayserve_moe.kernels.token_index import choose_layer_tokens
 from rayserve_moe.kernels.tpu import (
     add_norm,
+    chosen_attention,
     delta_rule,
     device_rows,
     device_sums,
@@ -53,6 +54,7 @@ from rayserve_moe.kernels.tpu import (
     streamed_heads,
     top_experts,
 )
+from rayserve_moe.kernels.tpu import token_index as paged_index
 from rayserve_moe.kernels.tpu.packed_rows import LANES, packed_latents
 
 
@@ -134,6 +136,32 @@ PAGED_LATENTS = AttentionKernels(
     has_packed_rows=True,
 )
 """Latent attention of TPUs."""
+
+
+def sparse_latents(*, interpret: Any = False) -> AttentionKernels:
+    """Return sparse latent attention of TPUs; `interpret` (see `pallas_call`) runs its kernels without one."""
+    attend = partial(chosen_attention.attend_all_or_chosen, interpret=interpret)
+    sparse = partial(
+        attend_latent_layer,
+        decode=partial(attend, sparse=partial(chosen_attention.attend_chosen, interpret=interpret)),
+        prefill=partial(attend, sparse=attend_masked),
+        rows_of=packed_latents,
+    )
+    choose = Operation(
+        (
+            bound(
+                Candidate("token_index", paged_index.choose_tokens, paged_index.unsupported_reason), interpret=interpret
+            ),
+            Candidate("xla", token_index.choose_tokens),
+        )
+    )
+    return replace(
+        PAGED_LATENTS,
+        attend=partial(attend_by_choice, dense=PAGED_LATENTS.attend, sparse=sparse),
+        choose_tokens=partial(choose_layer_tokens, choose=choose, rows_of=packed_latents),
+    )
+
+
 TPU = replace(
     CPU,
     name="tpu",
@@ -234,28 +262,13 @@ SPARSE_ATTENTION: dict[str, AttentionCandidates] = {
             AttentionKernels(calls.attend_latent_layer, choose_tokens=index_call.choose_layer_tokens),
         ),
     ),
-    "tpu": (
-        Candidate(
-            "paged to index_topk tokens, then xla",
-            replace(
-                PAGED_LATENTS,
-                attend=partial(
-                    attend_by_choice,
-                    dense=PAGED_LATENTS.attend,
-                    sparse=partial(
-                        attend_latent_layer, decode=attend_chosen, prefill=attend_chosen, rows_of=packed_latents
-                    ),
-                ),
-                choose_tokens=partial(choose_layer_tokens, choose=token_index.choose_tokens, rows_of=packed_latents),
-            ),
-            paged_attention.unsupported_latents,
-        ),
-    ),
+    "tpu": (Candidate("paged", sparse_latents(), paged_attention.unsupported_latents),),
 }
 """Candidates for sparse latent attention by name of a table.
 
-On a TPU it is dense, by the kernel, if `max_model_len` is at most the number of chosen tokens. For longer contexts no
-kernel exists yet: XLA scores every key and masks dense attention, so a token costs as much as in dense attention.
+On a TPU it is dense, by the kernel of latent attention, for tokens that see no more than are chosen. Beyond them a
+kernel chooses the tokens, and another attends single tokens to them. No kernel attends prompts to them yet: XLA masks
+dense attention, so such a token of a prompt costs as much as in dense attention.
 """
 
 BLOCK_ATTENTION: dict[str, AttentionCandidates] = {

@@ -49,5 +49,7 @@ def test_contexts_within_the_choice_keep_no_keys(max_model_len: int, is_kept: bo
 
 def test_models_without_an_index_refuse_it():
     for case in ("qwen3_moe-0", "minimax_m3_vl_text-1"):
-        with pytest.raises(SettingsError, match=f"index_cache_dtype: {case[:-2]} has no sparse attention with an index"):
+        with pytest.raises(
+            SettingsError, match=f"index_cache_dtype: {case[:-2]} has no sparse attention with an index"
+        ):
             served(case, index_cache_dtype="fp8")

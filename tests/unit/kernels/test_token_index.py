@@ -18,15 +18,14 @@ from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.reference.token_index import choose_tokens
 from rayserve_moe.kernels.table import KERNELS, SPARSE_ATTENTION
 from rayserve_moe.kernels.token_index import IndexConfig
-from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.unit.kernels.latent_cases import LatentModel
 from tests.unit.kernels.latent_runs import CUTS, LAYER, LENGTH, NUM_PAGES, PAGE, THETA, Chunks, batch_of, drawn
 
 MODEL = LatentModel(64, q_lora=34)
 HEADS, WIDTH, TOP_K = 6, 18, 40
-KERNELS_OF = {"cpu": jnp.float32, "cpu_native": jnp.bfloat16, "tpu": jnp.float32}
-"""Dtypes by table. Sparse attention of TPUs is by XLA, over their rows."""
+KERNELS_OF = {"cpu": jnp.float32, "cpu_native": jnp.bfloat16}
+"""Dtypes by table; for kernels of TPUs see `test_chosen_tokens`."""
 
 
 def expected(scores: np.ndarray, top_k: int) -> np.ndarray:
@@ -100,9 +99,7 @@ def compiled(kernels: str, top_k: int):
         inputs = AttentionInputs(weights, batch, rotation_of(batch.positions_T, frequencies), jnp.int32(LAYER))
         chosen, keys = attention.choose_tokens(hidden, pools[1], inputs, config=index)
         out, latents = attention.attend(hidden, pools[0], inputs._replace(chosen_TK=chosen), config=config)
-        dense = out
-        if kernels != "tpu":
-            dense, _ = attention.attend(hidden, pools[0], inputs, config=config)
+        dense, _ = attention.attend(hidden, pools[0], inputs, config=config)
         return chosen, out, dense, (latents, keys)
 
     return jax.jit(layer)
@@ -113,8 +110,7 @@ def run(kernels: str, chunks: Chunks, *, top_k: int = TOP_K) -> tuple[Found, np.
     dtype, hidden = KERNELS_OF[kernels], drawn(MODEL)
     rows = MODEL.num_layers * NUM_PAGES
     widths = MODEL.kv_lora + MODEL.rope, WIDTH
-    shapes = [(latent_lanes(width),) if kernels == "tpu" else (1, width) for width in widths]
-    pools = tuple(jnp.full((rows, PAGE, *shape), jnp.nan, dtype) for shape in shapes)
+    pools = tuple(jnp.full((rows, PAGE, 1, width), jnp.nan, dtype) for width in widths)
     chosen, outputs, dense, first = [], [], [], 0
     for count in chunks:
         batch, places = batch_of(first, count)
@@ -152,19 +148,11 @@ def test_a_token_chooses_the_same_however_its_prompt_is_cut(kernels: str):
 
 def test_contexts_within_the_choice_have_the_bits_of_dense_attention(kernels: str):
     """The first tokens see all; of the others none has the output of dense attention."""
-    if kernels == "tpu":
-        pytest.skip("a kernel of TPUs computes it")
     found, dense = run(kernels, CUTS["chunks that end within blocks and pages"])
     np.testing.assert_array_equal(found.outputs_TD[:TOP_K], dense[:TOP_K])
     assert (found.outputs_TD[TOP_K:] != dense[TOP_K:]).any(axis=1).all()
     whole, dense = run(kernels, CUTS["a prompt, then decoding"], top_k=LENGTH)
     np.testing.assert_array_equal(whole.outputs_TD, dense)
-
-
-def test_rows_of_tpus_come_to_the_same():
-    (packed, _), (exact, _) = (run(kernels, CUTS["a prompt, then decoding"]) for kernels in ("tpu", "cpu"))
-    np.testing.assert_array_equal(packed.chosen_TK, exact.chosen_TK)
-    np.testing.assert_allclose(packed.outputs_TD, exact.outputs_TD, rtol=0, atol=1e-5)
 
 
 def test_native_kernels_choose_by_the_scores_of_the_definition():

@@ -7,9 +7,17 @@ from dataclasses import replace
 
 import pytest
 
+from rayserve_moe.tools.estimate.bundles import Loop, Schedule
 from rayserve_moe.tools.estimate.chips import CHIPS, OVERHEAD_S
 from rayserve_moe.tools.estimate.dump import Schedules
-from rayserve_moe.tools.estimate.kernel_work import AttentionSizes, AttentionWork, RecurrentWork, StepWork, work_of
+from rayserve_moe.tools.estimate.kernel_work import (
+    AttentionSizes,
+    AttentionWork,
+    KernelWork,
+    RecurrentWork,
+    StepWork,
+    work_of,
+)
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.program_ops import Block, Op, ProgramReader, divides_over_cores, scope_of
 from rayserve_moe.tools.estimate.rates import (
@@ -467,6 +475,19 @@ ENTRY %main (rows: bf16[96,128], up: bf16[12,128,256], down: bf16[12,256,128]) -
   ROOT %grouped_ffn.3 = bf16[96,128]{1,0} custom-call(%rows, %up, %up, %down), custom_call_target="tpu_custom_call"
 }
 """
+
+
+def test_bundles_beside_copies_are_hidden_and_others_are_added():
+    """The first of two loops runs beside copies."""
+    loops = Loop(10, 19, None), Loop(30, 39, None)
+    kernel = KernelWork(0.0, (), trips_each=(5.0, 2.0), trips_beside=(0.0, 2.0))
+    spent = kernel.of_core(Schedule(100, loops), cores=1, iterations=0)
+    assert spent.bundles == 80 + 5 * 10 + 2 * 10
+    assert kernel.lead_bundles(Schedule(100, loops), spent, iterations=0) == 80 + 2 * 10
+
+
+def test_loops_in_a_loop_that_does_not_run_cost_nothing():
+    assert Schedule(100, (Loop(10, 39, None), Loop(20, 29, None))).spent(open_trips=(0.0, 0.0)).bundles == 70
 
 
 def test_the_kernel_of_whole_experts_visits_a_tile_more_per_slot_than_its_rows_fill():

@@ -160,7 +160,7 @@ def describe_singles(
             for window in set(windows)
         }
 
-    calls = [_for_cores(positions_U[part, None], cores_for(part.stop - part.start), fill=-1) for part in parts]
+    calls = [for_cores(positions_U[part, None], cores_for(part.stop - part.start), fill=-1) for part in parts]
     return {
         window: tuple(visits_of(call_U1, ScoreConfig(window), tile_queries=1) for call_U1 in calls)
         for window in set(windows)
@@ -191,14 +191,14 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     num_blocks, num_sets, num_queries, query_rows, lanes = queries_BCQRK.shape
     num_rows, num_lanes = num_queries * query_rows, shape.layout.value_lanes
     (table_BP, positions_BQ, visits, *_), core = places, pl.BlockSpec(memory_space=pltpu.VMEM)
-    table_BP, positions_BQ = _for_cores(table_BP, shape.num_cores), _for_cores(positions_BQ, shape.num_cores, fill=-1)
+    table_BP, positions_BQ = for_cores(table_BP, shape.num_cores), for_cores(positions_BQ, shape.num_cores, fill=-1)
     if visits is None:
         visits = visits_of(positions_BQ, shape.config, tile_queries=shape.tile_queries)
-    queries_BCMK = _for_cores(queries_BCQRK.reshape(num_blocks, num_sets, num_rows, lanes), shape.num_cores)
+    queries_BCMK = for_cores(queries_BCQRK.reshape(num_blocks, num_sets, num_rows, lanes), shape.num_cores)
     queries_BCMK = jnp.pad(queries_BCMK, ((0, 0), (0, 0), (0, shape.num_tiles * shape.num_rows - num_rows), (0, 0)))
     pool = jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)
     hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.asarray(0 if new is None else new.first_page, jnp.int32)
-    rows = [] if new is None else [_for_cores(new.rows_BX, shape.num_cores)]
+    rows = [] if new is None else [for_cores(new.rows_BX, shape.num_cores)]
     scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ))]
     given = [queries_BCMK, *sinks, *rows]
     if not interpret:
@@ -258,7 +258,7 @@ def _block(width: int, shape: TileShape) -> pl.BlockSpec:
     return pl.BlockSpec((1, shape.layout.num_sets, shape.num_rows, width), of_visit)
 
 
-def _for_cores(array: jax.Array, num_cores: int, fill: int = 0) -> jax.Array:
+def for_cores(array: jax.Array, num_cores: int, fill: int = 0) -> jax.Array:
     """Return an array of blocks padded with `fill` to a multiple of `num_cores`."""
     more = -len(array) % num_cores
     return jnp.pad(array, ((0, more), *((0, 0),) * (array.ndim - 1)), constant_values=fill) if more else array

@@ -104,7 +104,7 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
         if tokens:
             tokens.lay_out()
         _place_rows(tile, stream.scalars)
-        _begin_sums(sums, sinks)
+        begin_sums(sums, sinks)
         jax.lax.fori_loop(0, num_blocks, attend_block, None)
         _store(tile, tokens, stream.scalars, out)
 
@@ -114,7 +114,8 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
         pl.when(pl.program_id(1) + 1 == num_visits)(each.wait)
 
 
-def _begin_sums(sums: Sums, sinks: tuple[Any, ...]) -> None:
+def begin_sums(sums: Sums, sinks: tuple[Any, ...] = ()) -> None:
+    """Reset the sums of a tile, which has seen nothing, or its sinks."""
     sums.total[...] = jnp.zeros_like(sums.total)
     largest = sinks[0][...] * LOG2_E if sinks else MASKED
     sums.largest[...] = jnp.broadcast_to(largest, sums.largest.shape)
@@ -226,7 +227,7 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
         is_seen_MS = _is_seen(keys_S, _wide(tile.positions[rows], stream.num_keys), shape)
         for first in range(0, shape.layout.num_sets, at_once):
             sets = range(first, min(first + at_once, shape.layout.num_sets))
-            _accumulate(tile, sets, rows, stream.blocks.at[half], is_seen_MS)
+            accumulate(tile, sets, rows, stream.blocks.at[half], is_seen_MS)
 
     num_chunks, num_real = shape.num_rows // shape.score_rows, None
     if shape.is_grouped:
@@ -247,7 +248,7 @@ def _is_seen(keys_S: jax.Array, position_MS: jax.Array, shape: TileShape) -> jax
     return is_seen_MS
 
 
-def _accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: jax.Array) -> None:
+def accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: jax.Array) -> None:
     """Take a step of the online softmax (Milakov and Gimelshein, arXiv:1805.02867) for some sets of heads.
 
     Each part runs for all sets, so that no set waits for the matrix unit's result of another.

@@ -146,7 +146,7 @@ class Schedule:
             count = counts[part] if isinstance(part, Loop) else executed[part] / (entered or 1.0)
             if isinstance(part, Loop) and count is None:
                 place = len(open_trips) - self._open_depth + self._depth_of(part)
-                count = open_trips[place] / entered if 0 <= place < len(open_trips) else None
+                count = open_trips[place] / (entered or 1.0) if 0 <= place < len(open_trips) else None
                 is_least = is_least or count is None
             times = 1.0 if count is None else count
             runs[part.first : part.last + 1] = [run * times for run in runs[part.first : part.last + 1]]

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, WINDOW_ROWS
-from rayserve_moe.kernels.tpu import device_rows, device_sums
+from rayserve_moe.kernels.tpu import chosen_attention, device_rows, device_sums, token_index
 from rayserve_moe.kernels.tpu.delta_visits import TILE
 from rayserve_moe.kernels.tpu.dispatch_sizes import GROUP_ROWS, widest_block
 from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS as DISPATCH_TILE_ROWS
 from rayserve_moe.kernels.tpu.grouped_ffn import TILE_ROWS, inner_block
 from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
 from rayserve_moe.kernels.tpu.rotary_heads import tile_tokens
+from rayserve_moe.kernels.tpu.top_tokens import CHUNK_POSITIONS
 from rayserve_moe.tools.estimate.bundles import RegionRuns, Schedule, Spent
 from rayserve_moe.tools.estimate.rates import ATTENTION, KERNEL, PROMPT_ATTENTION
 from rayserve_moe.tools.hlo_report import HBM
@@ -71,6 +72,18 @@ class RecurrentWork:
 
 
 @dataclass(frozen=True)
+class SparseWork:
+    """The work of sparse attention in one layer: single tokens that see some of the tokens before them."""
+
+    num_tokens: int
+    """Tokens that do not see all; 0 if contexts are no longer than a choice."""
+    context: int
+    """Positions whose keys a token scores."""
+    top_k: int
+    """Positions that it sees."""
+
+
+@dataclass(frozen=True)
 class StepWork:
     """A step's work on a device."""
 
@@ -90,6 +103,8 @@ class StepWork:
     """Minimum of the whole model: one row per token and device with any of its experts, there and back."""
     device_share: float = 1.0
     """Share of the tokens that have an expert on a device."""
+    sparse: SparseWork | None = None
+    """None: no layer chooses tokens."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +124,15 @@ class KernelWork:
     """Kind of op (`rates.SPREADS`)."""
     visits: float = 0.0
     """Copies that follow each other, by all cores; 0: as in the schedule."""
+    trips_beside: tuple[float, ...] = ()
+    """As `trips_each`, with 0 for loops that run beside copies: the bundles of others are added to their time. Empty:
+    those before the first large copy are."""
+
+    def lead_bundles(self, schedule: Schedule, spent: Spent, *, iterations: int) -> float:
+        """Return the bundles of a core that no copy hides."""
+        if not self.trips_beside:
+            return spent.lead_bundles
+        return schedule.spent(iterations=iterations, trips_each=self.trips_beside).bundles
 
     def of_core(self, schedule: Schedule, *, cores: int, iterations: int) -> Spent:
         """Return the cost of the schedule of one of the cores that divide the work."""
@@ -143,6 +167,8 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _streamed_heads(instruction, operands)
         case "rotary_heads":
             return _rotary_heads(instruction, operands)
+        case "token_index" | "chosen_attention" as name:
+            return _SPARSE[name](instruction, operands, work.sparse) if work.sparse else None
         case "delta_rule":
             return _delta_rule(instruction, work.recurrent) if work.recurrent else None
     return None
@@ -281,6 +307,49 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
     trips = (attention.num_visits, attention.num_pages / 2)
     return KernelWork(attention.kv_bytes + written, trips, kind=kind, visits=attention.num_query_blocks)
+
+
+def _token_index(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork | None:
+    """Count the blocks of keys of single tokens, and the chunks of their scores; None for prompts.
+
+    Loops with unknown trips, in order: pages of a core's first block, chunks to clear, blocks, pages of the next block
+    of a token or of the first block of the next token, parts of a block that are scored at once, chunks to count twice,
+    to mark, and to gather from.
+    """
+    num_steps, num_queries, _ = instruction.shapes[0].dims
+    if num_queries > 1:
+        return None
+    pool = max((shape for one in operands for shape in one.shapes), key=lambda shape: shape.num_bytes)
+    page_size, of_step = pool.dims[1], sparse.num_tokens / num_steps
+    pages, of_block = math.ceil(sparse.context / page_size), token_index.pages_of_a_block(page_size)
+    blocks, chunks = math.ceil(pages / of_block), math.ceil(sparse.context / CHUNK_POSITIONS)
+    parts = math.ceil(sparse.context / token_index.SCORE_KEYS) / blocks
+    copied, first = pages / blocks, min(pages, of_block) / num_steps if sparse.num_tokens else 0.0
+    of_blocks = (copied * (1 - 1 / blocks), copied / blocks, parts)
+    trips = (first, chunks * of_step, blocks * of_step, *of_blocks, *[chunks * of_step] * 4)
+    num_bytes = sparse.num_tokens * pages * page_size * pool.num_bytes / math.prod(pool.dims[:2])
+    beside = (*trips[:2], 0.0, *trips[3:])
+    return KernelWork(num_bytes, (), trips_each=trips, trips_beside=beside, visits=sparse.num_tokens)
+
+
+def _chosen_attention(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork:
+    """Count the blocks of chosen tokens. Loops with unknown trips: blocks, and pieces of a token's last block to clear.
+
+    The copies for a core's first token count for every token, which adds 1 %.
+    """
+    pool = max((shape for one in operands for shape in one.shapes), key=lambda shape: shape.num_bytes)
+    blocks, num_steps = math.ceil(sparse.top_k / chosen_attention.BLOCK_TOKENS), instruction.shapes[0].dims[0]
+    of_group = pool.num_bytes // pool.dims[0]
+    return KernelWork(
+        sparse.num_tokens * blocks * chosen_attention.BLOCK_TOKENS * of_group,
+        (),
+        trips_each=(blocks * sparse.num_tokens / num_steps, 4 / blocks),
+        kind=ATTENTION,
+        visits=sparse.num_tokens,
+    )
+
+
+_SPARSE = {"token_index": _token_index, "chosen_attention": _chosen_attention}
 
 
 def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:

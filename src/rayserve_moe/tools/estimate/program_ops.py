@@ -142,7 +142,9 @@ class ProgramReader:
         moved = kernel.hbm_bytes if kernel else bytes_by_shape(self.program, instruction, operands=operands)
         if not kernel and spent.hbm_bytes is not None:
             moved = spent.hbm_bytes * share
-        is_kernel = bool(kernel_name(instruction))
+        is_kernel, lead_bundles = bool(kernel_name(instruction)), spent.lead_bundles
+        if kernel:
+            lead_bundles = kernel.lead_bundles(schedule, spent, iterations=iterations)
         return [
             Op(
                 instruction.name,
@@ -155,7 +157,7 @@ class ProgramReader:
                 idle_factor=cores / share,
                 is_least=spent.is_least,
                 kind=kernel.kind if kernel else KERNEL if is_kernel else COPY,
-                lead_bundles=spent.lead_bundles if is_kernel else 0.0,
+                lead_bundles=lead_bundles if is_kernel else 0.0,
                 num_waits=spent.num_waits if is_kernel else 0,
                 visits=(kernel.visits if kernel else 0.0) / share or spent.visits,
                 matrix_ops=spent.matrix_ops,

@@ -85,11 +85,18 @@ class Estimator:
         fewer than the model's. Raises NoScheduleError if nothing was dumped; ValueError for a chip without figures, for
         several slices, and if missing layers cannot be added (see `step_time.estimate`).
         """
+        schedules = Schedules(program, self.dump.take())
+        return self.of_schedules(program, schedules, prompt_tokens=prompt_tokens, num_layers=num_layers)
+
+    def of_schedules(
+        self, program: ProgramText, schedules: Schedules, *, prompt_tokens: int = 0, num_layers: int = 0
+    ) -> EstimateReport:
+        """Compute `estimate` from a program's schedules, which may have other sizes than `sizes` but for its shapes."""
         if self.model.plan.num_slices > 1:
             raise ValueError("steps over several slices cannot be estimated: the network between them has no figure")
         chip, work = chip_of(self.sizes.topology), step_work(self.model, self.sizes, prompt_tokens=prompt_tokens)
         place = Slice(chip, tuple(tuple(device.coords) for device in self.model.plan.mesh.devices.flat))
-        tree = ProgramReader(program, Schedules(program, self.dump.take()), place, work).tree()
+        tree = ProgramReader(program, schedules, place, work).tree()
         whole = self.model.spec.num_layers
         everywhere = [list(range(len(place.devices)))]
         min_link_s = place.seconds("all-to-all", round(work.exchanged_bytes), groups=everywhere)

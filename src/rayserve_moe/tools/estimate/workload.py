@@ -20,11 +20,21 @@ from rayserve_moe.kernels.reference.gated_delta import PIECE
 from rayserve_moe.kernels.tpu.delta_visits import TILE
 from rayserve_moe.kernels.tpu.packed_rows import layout_of
 from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block, tile_queries_for
+from rayserve_moe.model.layers.index_rows import STATE as INDEX_KEYS
+from rayserve_moe.model.layers.index_rows import index_layout
+from rayserve_moe.model.layers.latent import SPARSE, LatentAttention
+from rayserve_moe.model.layers.sparse_latent import index_of
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape
 from rayserve_moe.model.states import entry_states, state_of_mixer, token_states
 from rayserve_moe.parallel.mesh import cores_of
-from rayserve_moe.tools.estimate.kernel_work import AttentionSizes, AttentionWork, RecurrentWork, StepWork
+from rayserve_moe.tools.estimate.kernel_work import (
+    AttentionSizes,
+    AttentionWork,
+    RecurrentWork,
+    SparseWork,
+    StepWork,
+)
 
 
 @dataclass(frozen=True)
@@ -77,20 +87,28 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
     attention: dict[AttentionSizes, list[AttentionWork]] = {}
+    sparse = _sparse_work(spec, sizes)
+    see_some = sparse is not None and sparse.num_tokens > 0
     for mixer, shape in _scoring(spec):
         kept = state_of_mixer(model, mixer)
         row_bytes = kept.row_bytes(plan, dtype=sizes.kv_dtype)
         of_layer = partial(_attention_work, model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
         for window, num_layers in Counter(kept.windows).items():
             for call, work in of_layer(window=window).items():
-                attention[call] = [*attention.get(call, []), *[work] * num_layers]
-            heads, seen = shape.num_heads // plan.tensor_size, _seen(sizes, window, prompt_tokens=prompt_tokens)
-            flops += 2 * heads * (shape.key_width + shape.value_width) * seen * num_layers
+                of_call = _without_singles(work) if see_some else work
+                attention[call] = [*attention.get(call, []), *[of_call] * num_layers]
+            heads = shape.num_heads // plan.tensor_size
+            limit = sparse.top_k if sparse is not None and see_some else window
+            pairs = _seen(sizes, window, of_single=limit, prompt_tokens=prompt_tokens)
+            flops += 2 * heads * (shape.key_width + shape.value_width) * pairs * num_layers
     state_bytes = sum(
         state.row_bytes(plan, dtype=sizes.kv_dtype)
-        * sum(sizes.sequences * min(sizes.context, window or sizes.context) + prompt_tokens for window in state.windows)
+        * sum(sizes.sequences * min(rows, window or rows) + prompt_tokens for window in state.windows)
         for state in token_states(model)
+        for rows in [_rows_read(state.kind.name, sizes, sparse)]
     )
+    if sparse is not None and see_some:
+        flops += 2 * sparse.num_tokens * sparse.context * _index_products(spec)
     # A sequence reads its entry, and half of its ring on average.
     state_bytes += sizes.sequences * sum(
         (state.row_bytes(plan, dtype=sizes.kv_dtype) + state.ring_bytes(plan, dtype=sizes.kv_dtype) // 2)
@@ -110,7 +128,38 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         recurrent,
         exchanged_bytes=exchanged,
         device_share=devices / num_devices,
+        sparse=sparse,
     )
+
+
+def _sparse_work(spec: ModelSpec, sizes: StepSizes) -> SparseWork | None:
+    """Return the work of single tokens of a layer with sparse attention."""
+    layout = index_layout(spec)
+    if layout is None or layout.block_size > 1:  # XLA scores all keys, and masks those of other blocks
+        return None
+    return SparseWork(sizes.rows if sizes.context > layout.top_k else 0, sizes.context, layout.top_k)
+
+
+def _rows_read(state: str, sizes: StepSizes, sparse: SparseWork | None) -> int:
+    """Return the rows of a state that a sequence reads in a layer: an index only if tokens do not see all."""
+    if sparse is None:
+        return sizes.context
+    if state == INDEX_KEYS:
+        return sizes.context if sparse.num_tokens else 0
+    return min(sizes.context, sparse.top_k)
+
+
+def _index_products(spec: ModelSpec) -> int:
+    """Return the products of a token's index with a key, of all layers."""
+    own = spec.mixer(SPARSE)
+    assert isinstance(own, LatentAttention), own
+    index = index_of(own)
+    return index.num_heads * index.head_dim * len(spec.layers_with_mixer(SPARSE))
+
+
+def _without_singles(work: AttentionWork) -> AttentionWork:
+    """Return the work of a call of dense attention if its single tokens do not see all."""
+    return work if work.is_of_prompts else AttentionWork(0, 0, 0, 0)
 
 
 def fullest_slots(num_slots: int, num_devices: int, *, share: float, num_tokens: int) -> float:
@@ -159,11 +208,14 @@ def _of_table(name: str, *, ties: bool) -> float:
     return 1.0 if ties or not name.startswith("table") else 0.0
 
 
-def _seen(sizes: StepSizes, window: int, *, prompt_tokens: int) -> float:
-    """Return the number of pairs of queries and keys in a layer with a window (0: none)."""
+def _seen(sizes: StepSizes, window: int, *, of_single: int, prompt_tokens: int) -> float:
+    """Return the number of pairs of queries and keys in a layer with a window (0: none).
+
+    A single token sees at most `of_single` keys (0: no limit).
+    """
     length = min(sizes.context, max(prompt_tokens, 1))
-    of_single, of_prompt = (min(limit, window or limit) for limit in (sizes.context, length))
-    return sizes.rows * of_single + prompt_tokens * (of_prompt - of_prompt**2 / (2 * length))
+    seen, of_prompt = min(sizes.context, of_single or sizes.context), min(length, window or length)
+    return sizes.rows * seen + prompt_tokens * (of_prompt - of_prompt**2 / (2 * length))
 
 
 def _attention_work(

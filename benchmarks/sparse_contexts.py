@@ -1,0 +1,161 @@
+"""Decode steps of models with sparse attention by context, estimated from libtpu's schedules: nothing is measured.
+
+    python -m benchmarks.sparse_contexts [--only NAME] [--out FILE.json]
+
+Each case is a server with a `max_model_len` of 128k. Its decode step is compiled once, in a process of its own, and
+priced with all sequences at each of the contexts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import markdown_table
+from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.execution.programs.compiled import lowered, optimized
+from rayserve_moe.execution.programs.specs import programs_of
+from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, estimator_of, use_host_alone
+from rayserve_moe.tools.estimate.dump import DumpFolder, Schedules, dump_environment
+from rayserve_moe.tools.hlo_text import read_program
+from rayserve_moe.tools.served_cases import case_of_model, lay_out
+
+LONGEST = 1 << 17
+CONTEXTS = (1024, 2048, 8192, 1 << 16, LONGEST)
+KERNELS = ("token_index", "chosen_attention", "paged_attention")
+"""Kernels of sparse attention, the last for tokens that see all."""
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    """A model on all devices of a topology, by data ranks of `tensor` devices with `batch` sequences each."""
+
+    model: str
+    topology: str
+    tensor: int
+    batch: int
+    sequences: int
+    """Sequences of all data ranks."""
+    expert_dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}@{self.topology}, {self.sequences} sequences"
+
+
+CASES = {
+    case.name: case
+    for case in (
+        SparseCase("deepseek-v3.2", "v5p:2x4x4", 4, 2, 16),
+        SparseCase("deepseek-v3.2", "v5p:4x4x4", 4, 4, 64),
+        SparseCase("glm-5.2", "v5p:2x4x4", 4, 2, 16),
+        SparseCase("deepseek-v3.2", "v6e:8x8", 8, 2, 16, "int8"),
+    )
+}
+KEY = "sparse_contexts"
+RESULTS = Path(__file__).parent / "results" / "sparse_contexts.json"
+
+
+def compile_here(case: SparseCase, folder: Path) -> dict[str, Any]:
+    """Compile the decode step of a case and price it at each context; schedules go to `folder`."""
+    set_environment_defaults(COMPILER_ENVIRONMENT | dump_environment(folder))
+    use_host_alone()
+    values = {"max_model_len": LONGEST, "max_running_requests": case.batch, "expert_dtype": case.expert_dtype}
+    laid = case_of_model(case.model, case.topology, tp=case.tensor, values=values | {"page_size": 128})
+    served, estimator = lay_out(laid), estimator_of(laid, dump=folder)
+    name = f"decode_{max(2, case.batch)}"
+    programs = programs_of(served, num_pages=laid.settings.cache.num_pages)
+    (program,) = (each for each in programs if each.name == name)
+    plan = served.config.plan
+    dump = DumpFolder(folder)
+    compiled = optimized(lowered(program, plan), plan, kernels=served.config.kernels)
+    text, memory = read_program(compiled.as_text()), compiled.memory_analysis()
+    schedules, found = Schedules(text, dump.take()), {}
+    for context in CONTEXTS:
+        sized = replace(estimator, sizes=replace(estimator.sizes, context=context))
+        found[str(context)] = _kept(asdict(sized.of_schedules(text, schedules)))
+    used = {of: getattr(memory, f"{of}_size_in_bytes") for of in ("argument", "temp")}
+    return {"case": asdict(case), "dp": plan.data_size, "memory": used, "contexts": found}
+
+
+def _kept(estimate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of an estimate: the step, its bounds, and the kernels of a layer."""
+    ops = [op for op in estimate["ops_in_layer"] if any(op["name"].startswith(name) for name in KERNELS)]
+    kept = ("name", "times", "us", "bundles", "hbm_bytes", "is_least")
+    return {
+        "step": estimate["step"],
+        "roofline": estimate["roofline"],
+        "share_of_roofline": estimate["share_of_roofline"],
+        "num_layers": estimate["num_layers"],
+        "num_open_ops": estimate["num_open_ops"],
+        "kernels": [{name: op[name] for name in kept} for op in ops],
+    }
+
+
+def run(name: str) -> dict[str, Any]:
+    """Compile a case in a process of its own; RuntimeError with the end of its errors if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.sparse_contexts", "--only", name, "--into", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr[-1000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def sparse_contexts(cases: Mapping[str, Any]) -> str:
+    """Return a row per case and context."""
+    heading = ["model, slice and sequences", "context", "step calibrated, ms", "of the step at 2,048"]
+    heading += ["HBM of the step, GB", "share of the bound", "bundles of the index", "bundles of attention"]
+    rows = []
+    for name, found in cases.items():
+        at_2048 = found["contexts"]["2048"]["step"]["seconds"]
+        for context, each in found["contexts"].items():
+            step, layers = each["step"], each["num_layers"]
+            bundles = {
+                kernel: sum(op["bundles"] for op in each["kernels"] if op["name"].startswith(kernel)) * layers
+                for kernel in KERNELS
+            }
+            rows.append(
+                [
+                    f"{name}, {layers} layers",
+                    f"{int(context):,}",
+                    f"{step['seconds'] * 1e3:.2f}",
+                    f"{step['seconds'] / at_2048:.2f}",
+                    f"{step['hbm_bytes'] / 1e9:.1f}",
+                    f"{each['share_of_roofline']:.0%}",
+                    f"{bundles['token_index']:,.0f}",
+                    f"{bundles['chosen_attention'] + bundles['paged_attention']:,.0f}",
+                ]
+            )
+    return markdown_table(heading, rows)
+
+
+def main() -> None:
+    """Estimate every case, writing the result file after each; then print its table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=list(CASES), action="append", help="may be given more than once")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    names = arguments.only or list(CASES)
+    if arguments.into:
+        sys.stdout.write(json.dumps(compile_here(CASES[names[0]], arguments.into)))
+        return
+    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {KEY: {}}
+    for name in names:
+        known[KEY][name] = run(name)
+        known[KEY] = {case: known[KEY][case] for case in CASES if case in known[KEY]}
+        arguments.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    print(sparse_contexts(known[KEY]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The kernels of sparse attention compile for every chip, read the pool in place, and keep their schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayserve_moe.tools.estimate.chips import CHIPS
+from rayserve_moe.tools.hlo_report import kernels_of
+from tests.compile.chosen_schedules import (
+    ATTENTION,
+    BASELINE,
+    CONTEXT,
+    HEADS,
+    INDEX,
+    TOKENS,
+    TOP_K,
+    compile_kernel,
+    work_of_kernel,
+)
+from tests.compile.topologies import TOPOLOGY_OF_CHIP, text_of
+
+CHIP_CASES = ["v6e", *(pytest.param(chip, marks=pytest.mark.slow) for chip in TOPOLOGY_OF_CHIP if chip != "v6e")]
+KEY_BYTES, GROUP_BYTES = 128 * 2, 8 * 640 * 2
+"""Bytes of the index's key of a token, and of the rows that are copied for a chosen token."""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("chip", CHIP_CASES)
+@pytest.mark.parametrize("case", HEADS)
+def test_single_tokens_read_the_pool_in_place(chip: str, case: str):
+    kernel, num_heads = HEADS[case]
+    compiled = compile_kernel(chip, kernel, num_heads)
+    assert kernels_of(text_of(compiled)) == {kernel: 1}
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 << 20, "no pool"
+    bytes_of = {INDEX: CONTEXT * KEY_BYTES, ATTENTION: TOP_K * GROUP_BYTES}
+    assert work_of_kernel(compiled).hbm_bytes == TOKENS * bytes_of[kernel]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TOPOLOGY_OF_CHIP)
+def test_prompts_choose_in_place(chip: str):
+    compiled = compile_kernel(chip, INDEX, 64, num_queries=32)
+    assert kernels_of(text_of(compiled)) == {INDEX: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_token_takes_more_bundles_than_the_baseline(chip: str):
+    """Where a change is meant to cost this, `python -m tests.compile.chosen_schedules` writes the baseline anew."""
+    assert not BASELINE.slower(chip)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_attention_to_chosen_tokens_takes_little_longer_than_its_copies(chip: str):
+    """With the heads of a device that shares them with seven others."""
+    figures, bundles = CHIPS[chip], BASELINE.committed()[chip][f"{ATTENTION}, 16 heads"]
+    memory_bundles = TOP_K * GROUP_BYTES / (figures.hbm_bytes / figures.num_cores) * figures.clock_hz
+    assert bundles < 1.5 * memory_bundles
