@@ -24,7 +24,6 @@ SETTING_OF_OPTION = {
     "slices": "num_slices",
     "expert_dtype": "expert_dtype",
     "return_routed_experts": "enable_return_routed_experts",
-    "return_indexer_topk": "enable_return_indexer_topk",
     "speculative_algorithm": "speculative_algorithm",
     "speculative_draft_model_path": "speculative_draft_model_path",
 }
