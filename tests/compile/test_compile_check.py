@@ -251,7 +251,7 @@ PUBLISHED = {
     "ling-mini-2.0": (16, 1),
     "mimo-v2-flash": (309, 15),
     "minimax-m2": (229, 11),
-    "minimax-m3": (427, 26),  # without the vision tower
+    "minimax-m3": (426, 26),  # without the vision tower
     "mistral-small-4": (119, 7),  # without the vision tower
     "mixtral-8x7b": (47, 13),
     "olmoe-1b-7b": (7, 1),

@@ -59,6 +59,8 @@ def turned(spec: Any) -> Iterator[tuple[str, Any]]:
         if knob.name == "mixers":
             for place, own in enumerate(value):
                 for path, part in turned(own):
+                    if path == "rope.rotary_dim" and _has_block_index(own):
+                        continue  # heads of the index have no more elements: see `_others_of_block_index`
                     yield f"{own.kind}.{path}", replace(spec, mixers=(*value[:place], part, *value[place + 1 :]))
         elif is_dataclass(value) and knob.default is not None:
             yield from ((f"{knob.name}.{path}", replace(spec, **{knob.name: part})) for path, part in turned(value))
@@ -105,7 +107,8 @@ def _others_of_mixer(spec: ModelSpec, own: Any) -> Iterator[tuple[str, ModelSpec
         return
     yield f"{own.kind}.rope.theta", with_attention(spec, kind=own.kind, theta=own.rope.theta / 4)
     if isinstance(own, GroupedAttention):
-        yield f"{own.kind}.rope", with_attention(spec, kind=own.kind, rope=None)
+        if not _has_block_index(own):
+            yield f"{own.kind}.rope", with_attention(spec, kind=own.kind, rope=None)
         yield from _others_of_block_index(spec, own)
     for name, scaling in _other_scalings(own.rope):
         path = f"{own.kind}.rope.{name}"
@@ -136,14 +139,21 @@ def _others_of_index(spec: ModelSpec, own: LatentAttention) -> Iterator[tuple[st
         yield "dsa.index.top_k", replace(spec, mixers=mixers)
 
 
+def _has_block_index(own: Any) -> bool:
+    return isinstance(own, GroupedAttention) and own.index is not None
+
+
 def _others_of_block_index(spec: ModelSpec, own: GroupedAttention) -> Iterator[tuple[str, ModelSpec]]:
     if (index := own.index) is None:
         return
-    # A token's own block is left to its score, or forced along with more blocks.
+    yield f"{own.kind}.rope.rotary_dim", with_attention(spec, kind=own.kind, rotary_dim=own.rotary_width // 2)
+    # A choice of all blocks shows by their number alone. Else a token's own block is left to its score, or forced along
+    # with more blocks.
+    is_whole = index.top_k * index.block_size >= LENGTH
     others = {
         "block_size": index.block_size + 1, "top_k": index.top_k - 1, "local_blocks": 0, "first_blocks": 1,
     }  # fmt: skip
-    for name, value in others.items():
+    for name, value in ({"top_k": index.top_k - 1} if is_whole else others).items():
         changed = replace(index, **{name: value})
         yield f"{own.kind}.index.{name}", with_attention(spec, kind=own.kind, index=changed)
 
