@@ -1,6 +1,6 @@
 """Bytes of tokens that cross devices in one MoE layer, counted while it runs on emulated devices, by expert backend.
 
-    python -m benchmarks.exchange_bytes [--tokens 16,64,512] [--devices 8] [--out FILE.json]
+    python -m benchmarks.exchange_bytes [--tokens 64,512] [--devices 8] [--slices 1] [--out FILE.json]
 
 Every token chooses its experts evenly at random. Counted is what leaves a device for another one: rows that hold a
 token or a result, and what is said about them. The reference is top-k rows of bfloat16 out and back per token, as if
@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,13 +128,14 @@ def _weights() -> ExpertWeights:
 def main() -> None:
     """Count, write the result file, print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", default="16,64,512", help="tokens per device, comma-separated")
+    parser.add_argument("--tokens", default="64,512", help="tokens per device, comma-separated")
     parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--slices", type=int, default=1, help="slices that the devices stand for")
     parser.add_argument("--out", type=Path, default=RESULTS / "exchange-bytes.json")
     arguments = parser.parse_args()
     use_cpu_devices(arguments.devices)
     load_before = load_before_start()
-    plan = plan_for(local_devices(arguments.devices), data_size=arguments.devices)
+    plan = replace(plan_for(local_devices(arguments.devices), data_size=arguments.devices), num_slices=arguments.slices)
     counted: dict[str, Any] = {}
     for tokens in map(int, arguments.tokens.split(",")):
         for backend in ("replicated", "all_to_all", "fused"):

@@ -33,10 +33,10 @@ CASES = [
 
 
 @cache
-def compiled(topology: str, tokens_per_device: int, backend: str = "fused") -> ProgramText:
-    """Compile a layer by a backend, with experts and tokens split over all devices."""
+def compiled(topology: str, tokens_per_device: int, backend: str = "fused", num_slices: int = 1) -> ProgramText:
+    """Compile a layer by a backend, with experts and tokens split over all devices, as if they were `num_slices`."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    plan = ParallelPlan(Mesh(np.asarray(devices).reshape(-1, 1), (DATA, TENSOR)))
+    plan = ParallelPlan(Mesh(np.asarray(devices).reshape(-1, 1), (DATA, TENSOR)), num_slices=num_slices)
     config = ExpertConfig(RouterSpec(NUM_EXPERTS, TOP_K, renormalize=True), KERNELS["tpu"], plan, backend=backend)
 
     def on_device(routed: RoutedTokens, weights: ExpertWeights) -> jax.Array:
@@ -82,12 +82,14 @@ def test_no_token_is_gathered(topology, tokens):
 
 
 @pytest.mark.parametrize("topology", ["v6e:2x4", pytest.param("v5p:2x2x2", marks=pytest.mark.slow)])
-def test_in_small_steps_slots_are_gathered_so_that_a_row_goes_once_to_a_device(topology):
-    """16 tokens of a device; a chunk of 64 gathers counts by slot, and sends a row to each slot."""
-    gathered = [
-        one.num_bytes for one in collectives_of(compiled(topology, 16, "all_to_all")) if one.operation == "all-gather"
-    ]
-    assert gathered == [8 * 16 * TOP_K * 4]
+def test_on_several_slices_slots_are_gathered_so_that_a_row_goes_once_to_a_device(topology):
+    """On one slice counts of all slots and devices are."""
+
+    def gathered(num_slices: int) -> list[int]:
+        found = collectives_of(compiled(topology, 16, "all_to_all", num_slices))
+        return [one.num_bytes for one in found if one.operation == "all-gather"]
+
+    assert gathered(2) == [8 * 16 * TOP_K * 4] and gathered(1) == [8 * 2 * 128 * 4]
 
 
 @pytest.mark.parametrize(("topology", "tokens"), [case for case in CASES if case.values[1] == 512])

@@ -14,9 +14,9 @@ MAX_REDUNDANT = 128
 SHARE_TOLERANCE = 1e-4
 NEAR_TOKENS = 128
 """Maximum tokens of a step, over all ranks, whose slots are chosen by distance; above it loads alone decide."""
-ONCE_ASSIGNMENTS, FAR_ONCE_ASSIGNMENTS = 1 << 10, 1 << 15
-"""Maximum assignments of a step, over all ranks, with which a token's row goes once to each rank of its slots: on one
-slice, and on several. All ranks gather and sort them, which rows within a slice are worth only if they are few."""
+ONCE_ASSIGNMENTS = 1 << 15
+"""Maximum assignments of a step on several slices, over all ranks, with which a token's row goes once to each rank of
+its slots. All ranks gather and sort them, which rows within a single slice are not worth."""
 OWN_POINTS, SLICE_POINTS, NEEDED_POINTS = 8192, 4096, 64
 """Points of a slot on the token's own rank, on its slice, and on a rank that it needs for an expert without replicas.
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rayserve_moe.balancing.placement import (
-    FAR_ONCE_ASSIGNMENTS,
     NEAR_TOKENS,
     NEEDED_POINTS,
     ONCE_ASSIGNMENTS,
@@ -53,7 +52,8 @@ class Traffic(NamedTuple):
     far_rows: np.ndarray
     """Results of a token from other slices."""
     rows_out: np.ndarray
-    """Rows of a token that leave its rank: in small steps one for each remote rank, else one for each result."""
+    """Rows of a token that leave its rank: one for each remote rank in small steps on several slices, else one for each
+    result."""
     far_rows_out: np.ndarray
     """Rows of a token that leave its slice, likewise."""
     hottest_rows: np.ndarray
@@ -99,7 +99,7 @@ class Batches:
 
     def send_once(self, top_k: int) -> bool:
         """Return True if a token's row goes once to each rank of its slots, as in `experts.rank_rows`."""
-        return self.size * top_k <= (ONCE_ASSIGNMENTS if self.num_slices == 1 else FAR_ONCE_ASSIGNMENTS)
+        return self.num_slices > 1 and self.size * top_k <= ONCE_ASSIGNMENTS
 
 
 def traffic_of(

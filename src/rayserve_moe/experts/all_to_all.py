@@ -10,8 +10,8 @@ from each rank to each slot. These numbers alone determine the place of every ro
     receiver's rows  [ from rank 0 | from rank 1 | ... ]              cut into rounds of `round_rows`
 
 Results are returned per assignment and are added by the sender, in router order or as `addition_order` says. In small
-steps a token's row goes once to each rank of its slots (`rank_rows`). Rows are exchanged as [Q, V] lanes, so that a row
-is contiguous in the memory of a TPU.
+steps on several slices a token's row goes once to each rank of its slots (`rank_rows`). Rows are exchanged as [Q, V]
+lanes, so that a row is contiguous in the memory of a TPU.
 """
 
 # T tokens of a chunk   G chunks   K experts per token   N assignments = T * K   D model width = Q * V, V lanes

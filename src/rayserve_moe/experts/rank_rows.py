@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.balancing.placement import FAR_ONCE_ASSIGNMENTS, ONCE_ASSIGNMENTS
+from rayserve_moe.balancing.placement import ONCE_ASSIGNMENTS
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.kernels.slot_order import order_by_slot, take
 
@@ -112,13 +112,11 @@ def sends_once(chunk: int, row_bytes: int, *, config: ExpertConfig) -> bool:
     """Return True if fewer bytes reach a device when a row of `row_bytes` goes once to each rank of a token.
 
     Rows are counted for `chunk` tokens of a device with even routing, and against them the slots that are gathered in
-    place of counts. Only few assignments are worth their gathering and sorting, more of them between slices.
+    place of counts. Only rows between slices are worth the gathering and sorting, of not too many assignments.
     """
     num_ranks, top_k = config.plan.num_expert_ranks, config.router.top_k
     num_assigned = num_ranks * chunk * top_k
-    if min(num_ranks, top_k) < 2:
-        return False
-    if num_assigned > (ONCE_ASSIGNMENTS if config.plan.num_slices == 1 else FAR_ONCE_ASSIGNMENTS):
+    if config.plan.num_slices == 1 or top_k == 1 or num_assigned > ONCE_ASSIGNMENTS:
         return False
     repeated = top_k - distinct_ranks(num_ranks, top_k)
     saved = chunk * repeated * row_bytes * (num_ranks - 1) / num_ranks

@@ -105,12 +105,12 @@ def config_of(ranks: int, *, slices: int = 1, top_k: int = 8) -> ExpertConfig:
 
 
 def test_a_row_goes_once_to_a_rank_where_that_sends_fewer_bytes():
-    """On one slice up to 128 tokens of eight ranks; between slices more; not where experts hardly share a rank."""
+    """Between slices, up to 4,096 tokens of all ranks; not where experts hardly share a rank."""
     decides = partial(sends_once, row_bytes=4096)
-    assert all(decides(chunk, config=config_of(8)) for chunk in (1, 4, 16))
-    assert not decides(17, config=config_of(8)) and decides(512, config=config_of(8, slices=2))
-    assert decides(1, config=config_of(32)) and decides(4, config=config_of(32))
+    assert all(decides(chunk, config=config_of(8, slices=2)) for chunk in (1, 4, 16, 512))
+    assert not decides(513, config=config_of(8, slices=2)) and not decides(1, config=config_of(8))
+    assert decides(1, config=config_of(32, slices=2)) and decides(4, config=config_of(32, slices=2))
     many = config_of(64, slices=4)
     assert decides(64, config=many) and not decides(128, config=many)
     assert not sends_once(64, 2048, config=many), "gathered slots outweigh such short rows"
-    assert not decides(1, config=config_of(1)) and not decides(1, config=config_of(8, top_k=1))
+    assert not decides(1, config=config_of(8, slices=2, top_k=1))
