@@ -202,7 +202,7 @@ def _gemma_4_sizes(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mimo_v2_sizes(config: dict[str, Any]) -> dict[str, Any]:
+def _mimo_sizes(config: dict[str, Any]) -> dict[str, Any]:
     are_windowed = [bool(flag) for flag in config["hybrid_layer_pattern"]]
     kv_heads = config["num_key_value_heads"], config["swa_num_key_value_heads"]
     return {
@@ -226,7 +226,7 @@ _FAMILY_SIZES = {
     "gpt_oss": _gpt_oss_sizes,
     QWEN3_5: _qwen3_5_sizes,
     GEMMA_4: _gemma_4_sizes,
-    "mimo_v2_flash": _mimo_v2_sizes,
+    "mimo_v2_flash": _mimo_sizes,
 }
 
 

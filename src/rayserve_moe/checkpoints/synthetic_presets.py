@@ -43,7 +43,7 @@ _GEMMA_4: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
-_MIMO_V2: dict[str, Any] = {
+_MIMO: dict[str, Any] = {
     "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "layernorm_epsilon": 1e-5,
     "rope_theta": 5000000.0, "swa_rope_theta": 10000.0, "partial_rotary_factor": 0.334, "attention_bias": False,
     "attention_value_scale": 0.707, "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True,
@@ -67,9 +67,9 @@ def _gemma_4(sizes: dict[str, Any], *, every: int, **more: Any) -> dict[str, Any
     return {key: value for key, value in found.items() if key != "hidden_act"} | {"layer_types": list(kinds)}
 
 
-def _mimo_v2(sizes: dict[str, Any], *, full: tuple[int, ...], **more: Any) -> dict[str, Any]:
+def _mimo(sizes: dict[str, Any], *, full: tuple[int, ...], **more: Any) -> dict[str, Any]:
     """Return a config with the layers `full` without a window, and a dense first layer."""
-    found, head_keys = _MIMO_V2 | sizes | more, ("num_attention_heads", "head_dim", "v_head_dim")
+    found, head_keys = _MIMO | sizes | more, ("num_attention_heads", "head_dim", "v_head_dim")
     layers = range(found["num_hidden_layers"])
     return found | {
         **{f"swa_{key}": found[key] for key in head_keys},
@@ -170,16 +170,16 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
         sliding_window=128,
     ),
     # Values narrower than keys, windows with sinks and other KV heads, a dense first layer: 1.6 M, 113 M and 954 M
-    "mimo-v2-flash-tiny": _mimo_v2(
+    "mimo-v2-flash-tiny": _mimo(
         _TINY, full=(0, 3), num_key_value_heads=1, swa_num_key_value_heads=2, head_dim=48, v_head_dim=32,
         intermediate_size=256, moe_intermediate_size=64, n_routed_experts=16, num_experts_per_tok=4, sliding_window=16,
     ),
-    "mimo-v2-flash-small": _mimo_v2(
+    "mimo-v2-flash-small": _mimo(
         _SMALL, full=(0, 5), num_key_value_heads=1, swa_num_key_value_heads=2, head_dim=192, v_head_dim=128,
         intermediate_size=2048, moe_intermediate_size=256, n_routed_experts=32, num_experts_per_tok=4,
         sliding_window=128,
     ),
-    "mimo-v2-flash-mid": _mimo_v2(
+    "mimo-v2-flash-mid": _mimo(
         _MID, full=(0, 5, 11), num_key_value_heads=2, swa_num_key_value_heads=4, head_dim=192, v_head_dim=128,
         intermediate_size=4096, moe_intermediate_size=384, n_routed_experts=64, num_experts_per_tok=8,
         sliding_window=128,
