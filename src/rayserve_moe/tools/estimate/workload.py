@@ -83,7 +83,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
                 used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.rows * plan.data_size
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
-    states, attention, sparse = token_states(model), {}, _sparse_work(spec, sizes)
+    attention, sparse = {}, _sparse_work(spec, sizes)
     see_some = sparse is not None and sparse.num_tokens > 0
     seen_of_single = sparse.top_k if see_some else sizes.context
     seen = sizes.rows * seen_of_single + prompt_tokens * min(sizes.context, max(prompt_tokens, 1)) / 2
@@ -96,20 +96,9 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         )
         heads, num_layers = shape.num_heads // plan.tensor_size, len(spec.layers_with_mixer(mixer.kind))
         flops += 2 * heads * (shape.key_width + shape.value_width) * seen * num_layers
-    state_bytes = sum(
-        state.row_bytes(plan, dtype=sizes.kv_dtype)
-        * (sizes.sequences * _rows_read(state.kind.name, sizes, sparse) + prompt_tokens)
-        * state.num_layers
-        for state in states
-    )
+    state_bytes = _state_bytes(model, sizes, sparse, prompt_tokens=prompt_tokens)
     if sparse is not None and see_some:
         flops += 2 * sparse.num_tokens * sparse.context * _index_products(spec)
-    # A sequence reads its entry, and half of its ring on average.
-    state_bytes += sizes.sequences * sum(
-        (state.row_bytes(plan, dtype=sizes.kv_dtype) + state.ring_bytes(plan, dtype=sizes.kv_dtype) // 2)
-        * state.num_layers
-        for state in entry_states(model)
-    )
     recurrent = _recurrent_work(model, sizes, prompt_tokens=prompt_tokens)
     devices = devices_of_token(experts.num_slots, num_devices, top_k=spec.router.top_k)
     rows_sent = all_tokens / num_devices * devices
@@ -124,6 +113,23 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         exchanged_bytes=exchanged,
         device_share=devices / num_devices,
         sparse=sparse,
+    )
+
+
+def _state_bytes(model: ModelConfig, sizes: StepSizes, sparse: SparseWork | None, *, prompt_tokens: int) -> float:
+    """Return the bytes of states that a step reads."""
+    states, plan = token_states(model), model.plan
+    of_tokens = sum(
+        state.row_bytes(plan, dtype=sizes.kv_dtype)
+        * (sizes.sequences * _rows_read(state.kind.name, sizes, sparse) + prompt_tokens)
+        * state.num_layers
+        for state in states
+    )
+    # A sequence reads its entry, and half of its ring on average.
+    return of_tokens + sizes.sequences * sum(
+        (state.row_bytes(plan, dtype=sizes.kv_dtype) + state.ring_bytes(plan, dtype=sizes.kv_dtype) // 2)
+        * state.num_layers
+        for state in entry_states(model)
     )
 
 
