@@ -23,6 +23,9 @@ CHIP_CASES = ["v6e", *(pytest.param(chip, marks=pytest.mark.slow) for chip in TO
 KEY_BYTES, GROUP_BYTES = 128 * 2, 8 * 640 * 2
 """Bytes of the index's key of a token, and of the rows that are copied for a chosen token."""
 
+NEAR = {"v5e": 1.0, "v5p": 1.2, "v6e": 1.2, "tpu7x": 3.0}
+"""Most bundles of a token over those that its bytes take; requests for copies bound tpu7x, whose memory is fast."""
+
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("chip", CHIP_CASES)
@@ -50,9 +53,9 @@ def test_no_token_takes_more_bundles_than_the_baseline(chip: str):
     assert not BASELINE.slower(chip)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_attention_to_chosen_tokens_takes_little_longer_than_its_copies(chip: str):
+@pytest.mark.parametrize(("chip", "most"), NEAR.items())
+def test_attention_to_chosen_tokens_is_near_the_time_of_its_copies(chip: str, most: float):
     """With the heads of a device that shares them with seven others."""
     figures, bundles = CHIPS[chip], BASELINE.committed()[chip][f"{ATTENTION}, 16 heads"]
     memory_bundles = TOP_K * GROUP_BYTES / (figures.hbm_bytes / figures.num_cores) * figures.clock_hz
-    assert bundles < 1.5 * memory_bundles
+    assert bundles < most * memory_bundles

@@ -59,8 +59,13 @@ def parameters(own: GroupedAttention, spec: ModelSpec, *, dtype: str, tensor_siz
 
 
 def states(own: GroupedAttention, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
-    """Return the keys and values of a token, and the key of its index on the same pages in the same dtype."""
-    key = StateKind(STATE, "token", (row_of(index_of(own).head_dim, kernels=kernels),))
+    """Return the keys and values of a token, and the key of its index on the same pages in the same dtype.
+
+    Contexts within the choice need no keys.
+    """
+    index = index_of(own)
+    row = row_of(index.head_dim, kernels=kernels)
+    key = StateKind(STATE, "token", (row,), unread_within=index.top_k * index.block_size)
     return (*attention.states(own, kernels=kernels, tensor_size=tensor_size), key)
 
 

@@ -26,7 +26,7 @@ from rayserve_moe.model.layers.latent import SPARSE, LatentAttention
 from rayserve_moe.model.layers.sparse_latent import index_of
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape
-from rayserve_moe.model.states import entry_states, state_of_mixer, token_states
+from rayserve_moe.model.states import KeptState, entry_states, state_of_mixer, token_states
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.tools.estimate.kernel_work import (
     AttentionSizes,
@@ -101,20 +101,9 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
             limit = sparse.top_k if sparse is not None and see_some else window
             pairs = _seen(sizes, window, of_single=limit, prompt_tokens=prompt_tokens)
             flops += 2 * heads * (shape.key_width + shape.value_width) * pairs * num_layers
-    state_bytes = sum(
-        state.row_bytes(plan, dtype=sizes.kv_dtype)
-        * sum(sizes.sequences * min(rows, window or rows) + prompt_tokens for window in state.windows)
-        for state in token_states(model)
-        for rows in [_rows_read(state.kind.name, sizes, sparse)]
-    )
+    state_bytes = _state_bytes(model, sizes, sparse, prompt_tokens=prompt_tokens)
     if sparse is not None and see_some:
         flops += 2 * sparse.num_tokens * sparse.context * _index_products(spec)
-    # A sequence reads its entry, and half of its ring on average.
-    state_bytes += sizes.sequences * sum(
-        (state.row_bytes(plan, dtype=sizes.kv_dtype) + state.ring_bytes(plan, dtype=sizes.kv_dtype) // 2)
-        * state.num_layers
-        for state in entry_states(model)
-    )
     recurrent = _recurrent_work(model, sizes, prompt_tokens=prompt_tokens)
     devices = devices_of_token(experts.num_slots, num_devices, top_k=spec.router.top_k)
     rows_sent = all_tokens / num_devices * devices
@@ -129,6 +118,23 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
         exchanged_bytes=exchanged,
         device_share=devices / num_devices,
         sparse=sparse,
+    )
+
+
+def _state_bytes(model: ModelConfig, sizes: StepSizes, sparse: SparseWork | None, *, prompt_tokens: int) -> float:
+    """Return the bytes of states that a step reads."""
+    plan = model.plan
+
+    def rows_of(state: KeptState) -> int:
+        limit = _rows_read(state.kind.name, sizes, sparse)
+        return sum(sizes.sequences * min(limit, window or limit) + prompt_tokens for window in state.windows)
+
+    of_tokens = sum(state.row_bytes(plan, dtype=sizes.kv_dtype) * rows_of(state) for state in token_states(model))
+    # A sequence reads its entry, and half of its ring on average.
+    return of_tokens + sizes.sequences * sum(
+        (state.row_bytes(plan, dtype=sizes.kv_dtype) + state.ring_bytes(plan, dtype=sizes.kv_dtype) // 2)
+        * state.num_layers
+        for state in entry_states(model)
     )
 
 
