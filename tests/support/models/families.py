@@ -102,6 +102,7 @@ _GEMMA = {
     "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32, "intermediate_size": 48, "head_dim": 16,
     "num_key_value_heads": 2, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
     "sliding_window": 12, "enable_moe_block": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0,
+    "rms_norm_eps": 1e-2,  # The norm of the experts' sum undoes its scale: whether weights add up to 1 shows by this.
 }  # fmt: skip
 _SHARED_ROPE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
