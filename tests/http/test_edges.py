@@ -75,6 +75,9 @@ ORDINARY |= {"/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session"
 ORDINARY |= {"/inference/v1/abort_requests", "/v1/embeddings", "/classify", "/v1/chat/completions/render"}
 ORDINARY |= {"/v1/score", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"}
 ORDINARY |= {"/resume_request"}
+ORDINARY |= {f"/api/v1/{name}" for name in ("asample", "retrieve_future", "cancel_future", "telemetry")}
+ORDINARY |= {f"/api/v1/{name}" for name in ("create_session", "create_sampling_session", "session_heartbeat")}
+ORDINARY |= {f"/api/v1/{name}" for name in ("client/config", "client/dynamic_config", "sessions/{session_id}/finish")}
 """What a client's own key is good for, of what changes anything."""
 
 

@@ -51,6 +51,12 @@ def result_of(theirs: list[dict[str, float]]) -> dict:
     }
 
 
+def sparse_context(kernel: str, *, seconds: float) -> dict:
+    """A step of sparse attention at one context."""
+    step = {"seconds": seconds, "hbm_bytes": 42e9}
+    return {"step": step, "num_layers": 3, "kernels": [{"name": kernel, "bundles": 100}], "share_of_roofline": 0.5}
+
+
 def every_section() -> dict:
     """The smallest result of each kind."""
     w2 = {"name": "W2", "workload": asdict(WORKLOADS["W2"])}
@@ -197,6 +203,14 @@ def every_section() -> dict:
             "balance": {
                 "zipf 1": {mode: {"1.0": [loads]} for mode in MODES}
             },
+        },
+        "sparse_contexts": {
+            "glm-5.2@v5p:2x4x4": {
+                "contexts": {
+                    "2048": sparse_context("token_index", seconds=0.025),
+                    "65536": sparse_context("chosen_attention", seconds=0.03),
+                }
+            }
         },
         "expert_traffic": {
             "cases": [{"trace": "calculator", "ranks": 4, "redundant": 4, "slices": 2, "found": [placed]}],
@@ -396,6 +410,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("made_up", "| 0.75 "),
         ("published_rows", "1,476"),
         ("families", "0.500"),
+        ("sparse_contexts", "1.20"),
         ("families", "no room"),
         ("compile_gate", "too large"),
         ("programs", "528"),

@@ -101,8 +101,8 @@ def _session_routes(state: ApiState) -> APIRouter:
     async def heartbeat() -> Response:
         return json_answer({"type": "session_heartbeat"})
 
-    @router.post("/sessions/{session_id}/finish", **answers())
-    async def finish(session_id: str) -> Response:
+    @router.post("/sessions/{session_id}/finish", **answers(), openapi_extra=_named("session_id"))
+    async def finish() -> Response:
         return json_answer({})
 
     @router.post("/create_sampling_session", **takes(TinkerSamplingSessionBody, 400, 404, 413))
@@ -114,9 +114,10 @@ def _session_routes(state: ApiState) -> APIRouter:
         sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         return json_answer({"type": "create_sampling_session", "sampling_session_id": sampler})
 
-    @router.get("/samplers/{sampler_id}", **answers())
-    async def sampler(sampler_id: str) -> Response:
-        return json_answer({"sampler_id": sampler_id, "base_model": state.card.name, "model_path": None})
+    @router.get("/samplers/{sampler_id}", **answers(), openapi_extra=_named("sampler_id"))
+    async def sampler(request: Request) -> Response:
+        found = {"base_model": state.card.name, "model_path": None}
+        return json_answer({"sampler_id": request.path_params["sampler_id"], **found})
 
     return router
 
@@ -157,9 +158,11 @@ def _order_routes(state: ApiState) -> APIRouter:
         await Fleet(state).call("drop_future", body.request_id)
         return json_answer({})
 
-    @router.get("/rollout_evidence/{sequence_id}", **answers(404, 503, kinds=(ROLLOUT_MEDIA_TYPE,)))
-    async def evidence(sequence_id: str) -> Response:
-        held = _of_any(await Fleet(state).call("tinker_evidence", sequence_id))
+    described = answers(404, 503, kinds=(ROLLOUT_MEDIA_TYPE,))
+
+    @router.get("/rollout_evidence/{sequence_id}", **described, openapi_extra=_named("sequence_id"))
+    async def evidence(request: Request) -> Response:
+        held = _of_any(await Fleet(state).call("tinker_evidence", request.path_params["sequence_id"]))
         if held is None or held.content is None:
             raise ApiError(404, "no replica has a finished sample of this id", code="unknown_sequence")
         return Response(held.content, held.status, media_type=held.media_type)
@@ -222,6 +225,11 @@ def _given(body: TinkerSampleBody, *, num_left: int) -> Mapping[str, Any]:
         **{name: tuple(values) for name, values in named.items() if values},
         **seed,
     }
+
+
+def _named(parameter: str) -> dict[str, Any]:
+    """Return the description of a path with a name in it. FastAPI's own would bring its form of errors with it."""
+    return {"parameters": [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
 def _of_any(answered: Any) -> Held | None:
