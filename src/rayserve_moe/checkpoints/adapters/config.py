@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from rayserve_moe.checkpoints.header import CheckpointError
 CONFIG_FILE = "adapter_config.json"
 MAX_PATTERN_LENGTH = 256
 """Maximum characters of a pattern of names."""
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+"""Matching can double with every character of a name."""
+_MAX_RANK = 2**31 - 1
 _NEEDS_MORE = {
     "use_dora": "DoRA scales the merged matrices",
     "lora_bias": "biases of adapters are not merged",
@@ -88,7 +92,7 @@ def adapter_config_of(fields: Mapping[str, Any]) -> AdapterConfig:
         _alpha(fields.get("lora_alpha"), "lora_alpha"),
         {pattern: _rank(value, "rank_pattern") for pattern, value in _patterns(fields, "rank_pattern")},
         {pattern: _alpha(value, "alpha_pattern") for pattern, value in _patterns(fields, "alpha_pattern")},
-        is_rank_stabilized=bool(fields.get("use_rslora")),
+        is_rank_stabilized=_flag(fields.get("use_rslora"), "use_rslora"),
         target_parameters=_names(fields, "target_parameters"),
     )
 
@@ -105,6 +109,8 @@ def _patterns(fields: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
     for pattern in found:
         if len(pattern) > MAX_PATTERN_LENGTH:
             raise _fault(key, f"a pattern is longer than {MAX_PATTERN_LENGTH} characters")
+        if _REPEATED_GROUP.search(pattern):
+            raise _fault(key, f"{pattern!r} repeats a group, which may take longer than anyone waits")
         try:
             re.compile(pattern)
         except re.error as error:
@@ -120,15 +126,21 @@ def _names(fields: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _rank(value: Any, key: str) -> int:
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value <= _MAX_RANK:
         raise _fault(key, f"{value!r} is no rank: a positive integer")
     return value
 
 
 def _alpha(value: Any, key: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
         raise _fault(key, f"{value!r} is no number")
     return float(value)
+
+
+def _flag(value: Any, key: str) -> bool:
+    if value is not None and type(value) is not bool:
+        raise _fault(key, f"{value!r} is neither true nor false")
+    return bool(value)
 
 
 def _fault(key: str, reason: str) -> CheckpointError:
