@@ -189,6 +189,7 @@ def q(**names):
         ({"alpha_pattern": {"q_proj": -(10**400)}}, "alpha_pattern: -10+ is no number"),
         ({"use_rslora": "no"}, "use_rslora: 'no' is neither true nor false"),
         ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern: 1.5"),
+        ({"alpha_pattern": {"([a-z_.0-9]+)+!": 1}}, "alpha_pattern: .* repeats a group"),
         ({"rank_pattern": {"(": 1}}, "rank_pattern: '\\(' is no regular expression"),
         ({"alpha_pattern": [1]}, "alpha_pattern: should map"),
         ({"target_parameters": "x"}, "target_parameters: should be a list"),
