@@ -98,6 +98,8 @@ def test_requests_and_listings_name_the_merged_adapter(http, adapter):
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2, "lora_path": "a-v2"}
     check_error(http.post("/v1/completions", json=body), 404)
     check_error(http.post(GENERATE, json={**ASK, "lora_path": [name, name]}), 400)
+    for wrong in (5, [5], ["a" * 257]):
+        assert check_error(http.post(GENERATE, json={**ASK, "lora_path": wrong}), 400)["param"] == "lora_path"
     ask(http, UNLOAD, lora_name=name)
     assert "no adapter is loaded" in check_error(http.post(GENERATE, json={**ASK, "lora_path": name}), 404)["message"]
     assert [each["id"] for each in http.get("/v1/models").json()["data"]] == ["tiny"]

@@ -75,8 +75,23 @@ Listed = Annotated[Any, _reader(LISTED_IDS, takes_lists=True), _schema(LISTED_ID
 States = Annotated[Any, _reader(HIDDEN_STATES), _schema(HIDDEN_STATES)]
 Salts = Annotated[Any, _reader(_SALT), _schema(_SALT)]
 
-_Name = Annotated[str, Field(max_length=256)]
-AdapterNames = _Name | Annotated[list[_Name | None], Field(max_length=MAX_PROMPTS)]
+
+def _adapter_names(value: object) -> str | list[str | None]:
+    several = isinstance(value, list)
+    each = value if isinstance(value, list) else [value]
+    if len(each) > MAX_PROMPTS or not all((name is None and several) or _is_name(name) for name in each):
+        raise fault(f"should be a name of up to {MAX_NAME} characters, or a list of such and of nulls")
+    return each if several else str(value)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and len(name) <= MAX_NAME
+
+
+MAX_NAME = 256
+_NAME_SCHEMA = {"type": "string", "maxLength": MAX_NAME}
+_NAMES_SCHEMA = {"type": "array", "items": {"anyOf": [_NAME_SCHEMA, {"type": "null"}]}, "maxItems": MAX_PROMPTS}
+AdapterNames = Annotated[Any, PlainValidator(_adapter_names), WithJsonSchema({"anyOf": [_NAME_SCHEMA, _NAMES_SCHEMA]})]
 
 _RID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_RID}
 _RIDS_SCHEMA = {"type": "array", "items": _RID_SCHEMA, "maxItems": MAX_PROMPTS, "uniqueItems": True}
