@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,14 +122,18 @@ def replica_class() -> Any:
 
 
 def temporary_files(family: list[int]) -> set[Path]:
-    """Files with a name that these processes have open or mapped where files do not stay; Ray's own aside."""
+    """Files with a name that these processes have open or mapped where files do not stay.
+
+    Those of Ray, and of an environment or a checkout that lies there, are left aside.
+    """
     found = set()
     for pid in family:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
         mapped = [line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6]
         found |= {Path(path) for path in [*mapped, *map(os.readlink, Path(f"/proc/{pid}/fd").iterdir())]}
     named = {path for path in found if str(path).startswith(TEMPORARY) and path.exists()}
-    return {path for path in named if "/ray/" not in str(path)}
+    installed = {Path(sys.prefix).resolve(), Path(__file__).resolve().parents[2]}
+    return {path for path in named if "/ray/" not in str(path) and not installed & {*path.resolve().parents}}
 
 
 def test_nothing_is_left_of_a_replica_that_is_killed_but_programs(
