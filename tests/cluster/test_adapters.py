@@ -36,7 +36,7 @@ def made(checkpoint: Path) -> MadeAdapter:
 def expected(
     checkpoint: Path, made: MadeAdapter, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[ChoiceResult], list[ChoiceResult]]:
-    """What one process answers under the checkpoint, and under the merged one."""
+    """Answers of one process with the base checkpoint, then with the merged checkpoint."""
     merged = made.write_merged(checkpoint, tmp_path_factory.mktemp("merged") / "model")
     with Engine(str(checkpoint), **SETTINGS) as engine:
         base = complete(engine.loop, engine.tokenizer)

@@ -234,7 +234,7 @@ def test_wrong_use_is_answered_with_a_sentence(arguments, message, capsys):
 PUBLISHED = {
     "deepseek-v2-lite": (16, 3),
     "deepseek-v3": (671, 38),
-    "deepseek-v3.2": (672, 38),  # with the index, as that of glm-5.2
+    "deepseek-v3.2": (672, 38),  # with the index, like glm-5.2
     "dots.llm1": (143, 14),
     "ernie-4.5-21b-a3b": (22, 3),
     "gemma-4-26b-a4b": (25, 4),  # without the vision tower

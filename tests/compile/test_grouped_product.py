@@ -100,7 +100,7 @@ BY_ROWS, BY_COLUMNS = "2,1,0", "1,2,0"
     ],
 )
 def test_experts_lie_by_rows_unless_one_of_their_widths_alone_is_whole_lanes(width, inner, orders, kernel):
-    """The grouped product takes rows: what lies by columns is copied ahead of it."""
+    """The grouped product reads row-major weights; column-major ones would be copied first."""
     compiled = compiled_for("v6e", TPU.experts.results, 64, width=width, inner=inner)
     layout = compiled.as_text().partition("entry_computation_layout={")[2].partition("->")[0]
     found = re.findall(rf"bf16\[{SLOTS},\d+,\d+\]{{([\d,]+):", layout)

@@ -129,7 +129,7 @@ def test_a_directory_of_weights_may_be_an_adapter(http, adapter):
 
 
 RECORDED = json.loads((Path(__file__).parent / "lora_requests.json").read_text(encoding="utf-8"))["requests"]
-"""What trainers send, by trainer, and how their next request names the adapter."""
+"""Recorded load requests by trainer, with the adapter name in the next request."""
 UNLOADS = {"prime-rl 559b4477": "r16-a32", "SGLang, any": "a"}
 """Adapter that a recorded request alone unloads."""
 

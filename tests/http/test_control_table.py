@@ -1,4 +1,4 @@
-"""Every row of the table of control: by one replica, by several, and by several of which one does not answer.
+"""Every control route with one replica, with several, and with one replica silent.
 
 Adapters have a file of their own.
 """

@@ -85,7 +85,7 @@ def rows_of(answer: dict) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def wanted(sparse):
-    """The rows of the Engine: of all three layers, of which the second sees by the index of the first."""
+    """Index rows from the Engine for three layers; the second layer shares the index of the first."""
     answer = sparse.generate(input_ids=PROMPT, max_new_tokens=NUM_NEW, **GREEDY, **ROWS)
     rows = extract_indexer_topk_from_meta_info(answer)
     assert rows.shape == (len(PROMPT) + NUM_NEW - 1, 3, CASE.config["index_topk"])

@@ -1,4 +1,4 @@
-"""Tinker's sampling routes: recorded bodies, both forms of answers, and what happens when nobody asks."""
+"""Tinker's sampling routes: recorded bodies, both answer formats, and orders that no client retrieves."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def differing_choices(rows: Sequence[np.ndarray | None], reference: Reference) -
 
 
 def choice_gap(scores_T: np.ndarray, count: int) -> float:
-    """How far the last of `count` chosen positions is from the next one, by the largest score."""
+    """Score gap between the last of `count` chosen positions and the next one, relative to the largest score."""
     ranked = -np.sort(-scores_T)
     largest = float(np.abs(ranked[:count][np.isfinite(ranked[:count])]).max())
     return float(ranked[count - 1] - ranked[count]) / largest

@@ -49,7 +49,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def assert_same(served: Served, engine: Engine, record_property: Record) -> None:
-    """Ids are those of the reference, and so are routing and index rows but at ties, of which there are few."""
+    """Ids equal the reference; routing and index rows differ only at ties, and those are few."""
     answers = comparison.answers_of(engine, served.reference.prompts)
     comparison.assert_same_answers(answers, served.reference)
     num_differing, num_rows = comparison.differing_rows(answers, served.reference, engine.runner.config.spec)
@@ -61,7 +61,7 @@ def assert_same(served: Served, engine: Engine, record_property: Record) -> None
 
 
 def check_choices(rows: list[np.ndarray | None], served: Served, record_property: Record) -> None:
-    """Each index chooses the tokens that the reference's chooses, but at ties, of which there are few."""
+    """Each index chooses the same tokens as the reference, except at a few ties."""
     num_differing, num_choices = comparison.differing_choices(rows, served.reference)
     record_property("choices of an index at ties", num_differing)
     record_property("choices of an index", num_choices)

@@ -102,7 +102,7 @@ def alone(runner: HostRunner, card: ModelCard) -> Outcomes:
 
 
 def chosen_of(outcome: Outcome, card: ModelCard) -> np.ndarray:
-    """Index rows of an outcome, none of which is missing."""
+    """Index rows of an outcome; none may be missing."""
     assert outcome.routing is not None and card.index is not None
     rows, known = index_rows_of(outcome.routing, card.index)
     assert known.all()
@@ -161,7 +161,7 @@ def test_a_request_of_a_lost_replica_goes_on_with_the_same_bits(
 
 
 def committed_of(request: GenerationRequest, choice: int, *, outcome: Outcome, count: int) -> ChoiceResult:
-    """What a journal has of a choice after `count` generated tokens."""
+    """Journal record of a choice after `count` generated tokens."""
     assert outcome.routing is not None
     rows = routing_until(outcome.routing, len(request.prompt_ids) + count - 1)
     ids, logprobs = outcome.ids[:count], outcome.logprobs[:count]

@@ -173,7 +173,7 @@ class CacheSettings:
     half of bfloat16's memory, rounds to 4 significant bits and clips beyond 448. Native CPU kernels do not support it,
     and TPUs do not store latents in it."""
     index_dtype: str = _choice("auto", "fp8", key="index_cache_dtype")
-    """Storage dtype of an index's keys (sparse attention): that of the KV cache, or float8_e4m3fn (not on TPUs)."""
+    """Storage dtype of the index keys of sparse attention: the KV cache's dtype, or float8_e4m3fn (not on TPUs)."""
     page_size: int = _number(16, (1, 4096))
     """Tokens per page. The default is 128 with `tpu_topology` or if a single process computes on a TPU, because its
     kernel copies page by page. A TPU takes multiples of 16. `num_pages` counts pages of this size."""

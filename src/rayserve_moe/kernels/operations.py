@@ -137,7 +137,7 @@ class ParameterLayout:
     multiples: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Divisor of a logical axis's size on a device; parameters are padded with zeros to it."""
     padded_beside: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Another axis by axis, which has to be a multiple of that divisor; else the axis is not padded."""
+    """Second axis by padded axis: without a second axis that is a multiple of the same divisor, nothing is padded."""
 
 
 @dataclass(frozen=True, repr=False)

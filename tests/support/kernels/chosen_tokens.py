@@ -38,7 +38,7 @@ SCORES, LATENT, ROTATED = ScoreConfig(scale=0.1), 128, 64
 class IndexCase:
     """Blocks of queries (position of the first, how many) on scattered pages; all that no query sees is NaN.
 
-    Scores are small integers, which float32 adds up exactly in any order and of which many are equal.
+    Scores are small integers, so float32 sums are exact in any order and ties are frequent.
     """
 
     blocks: tuple[tuple[int, int], ...]

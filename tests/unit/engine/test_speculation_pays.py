@@ -100,7 +100,7 @@ def seconds(seconds_of: Curve, *, num_streams: int, share: float | None, clock: 
 
 
 def seconds_of_short(num_requests: int, *, proposer: Proposer | None) -> float:
-    """What it takes to give so many short answers, 16 at a time: after the first, each step has prompts."""
+    """Return the seconds for many short answers, 16 at a time; each step after the first has prompts."""
     target = scheduler(num_rows=16, verify_rows=16 * (1 + MOST), max_tokens=256, num_pages=64, page_size=16)
     speculation = None
     if proposer is not None:

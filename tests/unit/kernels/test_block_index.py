@@ -68,7 +68,7 @@ def expected(scores: np.ndarray, position: int, choice: BlockChoice) -> np.ndarr
 
 @pytest.mark.parametrize("forced", [(0, 1), (1, 2), (0, 0), (2, 0)])
 def test_equal_scores_go_to_the_lower_block(forced: tuple[int, int]):
-    """Scores are small integers, of which many are equal; zeros have either sign."""
+    """Scores are small integers with many ties; zeros have either sign."""
     generator, choice = np.random.default_rng(5), BlockChoice(5, 4, *forced)
     queries, keys = generator.integers(-1, 2, (1, 8, 3, 4)), generator.integers(-1, 2, (64, 4))
     positions = np.array([[3, 19, 20, 24, 30, 62, 63, -1]], np.int32)

@@ -55,7 +55,7 @@ def test_they_are_the_reference():
 
 @pytest.mark.slow
 def test_a_layer_is_that_of_the_reference_and_a_choice_does_not_depend_on_other_queries():
-    """Single tokens and prompts, some of which see all; chosen sets are equal."""
+    """Single tokens and prompts, some within the choice; chosen sets are equal."""
     alone, layer = run_cases(MODULE, *LAYERS).values()
     assert alone.difference == 0 < alone.largest and not (alone.has_races or alone.has_rest), alone
     assert layer.difference <= SUMS_IN_FLOAT32 * layer.largest and not (layer.has_races or layer.has_rest), layer

@@ -35,7 +35,7 @@ def expected(scores: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def test_equal_scores_go_to_the_lower_position():
-    """Scores are small integers, of which many are equal; zeros have either sign."""
+    """Scores are small integers with many ties; zeros have either sign."""
     generator = np.random.default_rng(5)
     queries, weights = generator.integers(-1, 2, (1, 8, 3, 4)), generator.integers(-2, 3, (1, 8, 3))
     keys, positions = generator.integers(-1, 2, (64, 4)), np.array([[3, 9, 10, 11, 30, 62, 63, -1]], np.int32)

@@ -60,7 +60,7 @@ class AdapterConfig:
         )
 
     def name_of(self, module: str) -> str:
-        """Return the name that patterns match: the module's, or that of its weight in `target_parameters`."""
+        """Return the name to match against patterns: the module, or its weight if `target_parameters` names that."""
         weight = f"{module}.weight"
         return weight if self.names_parameter(weight) else module
 
@@ -98,7 +98,7 @@ def adapter_config_of(fields: Mapping[str, Any]) -> AdapterConfig:
 
 
 def _by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a name, whole parts of it."""
+    """Return the value of the first pattern that matches whole trailing parts of a name."""
     return next((value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", name)), otherwise)
 
 

@@ -1,4 +1,4 @@
-"""Choice of key blocks by the index of block-sparse attention in plain jnp: the definition of every other kernel of it.
+"""Reference block index of block-sparse attention in plain jnp; it defines the other implementations.
 
 The score of a block is the largest product of a query and a key in it. The choice of a query depends on its own scores
 alone: the best `top_k` blocks, ties to the lower block.

@@ -123,7 +123,7 @@ def _call(  # noqa: PLR0913 (arrays of tokens)
     counts_B = jnp.where(positions_B >= 0, jnp.sum(chosen_BK >= 0, axis=1, dtype=jnp.int32), 0)
     numbers_B = jnp.where(counts_B > 0, np.arange(len(counts_B), dtype=np.int32), len(counts_B))
     filled_X = jax.lax.cummin(jnp.append(numbers_B, len(counts_B)), reverse=True)
-    # Slots without a token copy the group of the last one, and nothing of it is seen.
+    # Empty slots copy the last token's group, which is masked.
     tokens_BK = jnp.where(chosen_BK >= 0, chosen_BK, jnp.max(chosen_BK, axis=1, keepdims=True, initial=0))
     is_seen_BKG = (tokens_BK[..., None] % GROUP_ROWS == np.arange(GROUP_ROWS)) & (chosen_BK[..., None] >= 0)
     is_seen_B1S = is_seen_BKG.astype(jnp.int32).reshape(len(counts_B), 1, -1)

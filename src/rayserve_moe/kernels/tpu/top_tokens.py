@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 
 CHUNK_ROWS, REGISTER_ROWS = 128, 8
-"""Rows of scores that are counted at once, one of a matrix of the matrix unit; rows of a register."""
+"""Rows of scores counted per pass: one tile of the matrix unit. Also the rows of a register."""
 CHUNK_POSITIONS = CHUNK_ROWS * LANES
 """Positions of a chunk."""
 LOCATED = 256
@@ -159,7 +159,7 @@ def _count(scores_RL: Any, num_chunks: jax.Array, conditions: list[Any]) -> list
 
 
 def _tall(same_YL: jax.Array, num_rows: int) -> jax.Array:
-    """Return a register that is the same in all rows, `num_rows` rows of it."""
+    """Return `num_rows` equal rows of a register."""
     return jnp.tile(same_YL, (num_rows // same_YL.shape[0], 1))
 
 

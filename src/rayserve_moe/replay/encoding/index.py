@@ -44,7 +44,7 @@ def known_index(routing: RoutedExperts) -> np.ndarray:
 
 
 def over_sparse_layers(rows_NIK: np.ndarray, layout: IndexLayout) -> np.ndarray:
-    """Return index rows of all layers with sparse attention, [N, layers, K]: those of a shared index are repeated."""
+    """Return index rows [N, layers, K] of all layers with sparse attention; layers that share an index repeat rows."""
     if layout.layer_ids == layout.sparse_layer_ids:
         return rows_NIK
     return rows_NIK[:, sources_of(layout)]

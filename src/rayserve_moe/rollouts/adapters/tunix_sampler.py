@@ -138,8 +138,8 @@ class TunixSampler(WeightSync):
     async def sample(self, sampling_requests: Any, **_: Any) -> list[SamplingResponse]:
         """Sample every request concurrently; return their answers in order.
 
-        Requests have `prompt` (text, token ids, or messages of a chat) and `sampling_params`, either of which may lack
-        fields. A prompt that fails has an answer with `error`.
+        A request has a `prompt` (text, token ids, or chat messages) and `sampling_params` with optional fields.
+        A prompt that fails is answered with `error`.
         """
         is_one = hasattr(sampling_requests, "prompt")
         requests = [sampling_requests] if is_one else list(sampling_requests)

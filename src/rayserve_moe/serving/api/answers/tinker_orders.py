@@ -38,7 +38,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Held:
-    """What a replica knows of an order: an answer to its client, or None if the order runs."""
+    """State of an order on one replica: the answer for its client; `content` is None while it runs."""
 
     status: int = 200
     content: bytes | None = None
