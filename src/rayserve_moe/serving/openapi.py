@@ -62,6 +62,11 @@ def answers(*refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
     return {"responses": {200: success, **refused}}
 
 
+def named_in_path(parameter: str) -> dict[str, Any]:
+    """Return the description of a path with a name in it, which FastAPI would give other errors."""
+    return {"parameters": [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]}
+
+
 def takes(body: type[BaseModel], *refusals: int, kinds: Iterable[str] = (_JSON,)) -> dict[str, Any]:
     """Return decorator arguments for a route with a JSON body."""
     content = {_JSON: {"schema": {"$ref": _REF.format(model=body.__name__)}}}

@@ -21,10 +21,7 @@ def choose_layer_tokens(
 
     It rounds at the same places. Queries and scores are computed for tokens that do not see all others only.
     """
-    weights, batch, rotation, layer, *_ = inputs
-    batch, first_page, num_pages = batch.of_layer(layer, key_pages, len(weights["index_k_LDd"]))
-    of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
-    assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
+    weights, batch = inputs.weights, inputs.batch
     num_chosen = min(config.top_k, batch.page_table_BP.shape[-1] * key_pages.shape[1])
     shapes = (
         jax.ShapeDtypeStruct((len(normed_TD), num_chosen), jnp.int32),
@@ -37,11 +34,7 @@ def choose_layer_tokens(
         weights["q_a_norm_LR"],
         weights.get("q_a_bias_LR", jnp.zeros((0, 0), jnp.bfloat16)),
         *(weights[name] for name in (*INDEX_MATRICES, *INDEX_VECTORS)),
-        *of_tokens,
-        batch.page_table_BP,
-        jnp.asarray(layer, jnp.int32),
-        jnp.asarray(first_page, jnp.int32),
-        jnp.asarray(num_pages, jnp.int32),
+        *_places(normed_TD, key_pages, inputs),
         key_pages,
         num_singles=np.int64(batch.num_singles),
         latent_eps=np.float32(config.latent_eps),
@@ -58,10 +51,7 @@ def choose_layer_blocks(
 
     It rounds at the same places. Queries and scores are computed for tokens that do not see all blocks only.
     """
-    weights, batch, rotation, layer, *_ = inputs
-    batch, first_page, num_pages = batch.of_layer(layer, key_pages, len(weights["index_k_LDd"]))
-    of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
-    assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
+    weights, batch = inputs.weights, inputs.batch
     choice, num_positions = config.choice, batch.page_table_BP.shape[-1] * key_pages.shape[1]
     num_chosen = min(choice.top_k, -(-num_positions // choice.block_size))
     shapes = (
@@ -72,11 +62,7 @@ def choose_layer_blocks(
     chosen_TAK, key_pages = call(
         normed_TD,
         *(weights[name] for name in (*BLOCK_MATRICES, "index_q_norm_Ld", "index_k_norm_Ld")),
-        *of_tokens,
-        batch.page_table_BP,
-        jnp.asarray(layer, jnp.int32),
-        jnp.asarray(first_page, jnp.int32),
-        jnp.asarray(num_pages, jnp.int32),
+        *_places(normed_TD, key_pages, inputs),
         key_pages,
         num_singles=np.int64(batch.num_singles),
         block_size=np.int64(choice.block_size),
@@ -86,3 +72,12 @@ def choose_layer_blocks(
         is_interleaved=config.interleaved_rotation,
     )
     return chosen_TAK, key_pages
+
+
+def _places(normed_TD: jax.Array, key_pages: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, ...]:
+    """Return what both calls read of tokens, page tables and the layer, in their order."""
+    batch, first_page, num_pages = inputs.batch.of_layer(inputs.layer, key_pages, len(inputs.weights["index_k_LDd"]))
+    of_tokens = (*inputs.rotation, batch.kv_slots_T, batch.positions_T)
+    assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
+    of_layer = (jnp.asarray(number, jnp.int32) for number in (inputs.layer, first_page, num_pages))
+    return *of_tokens, batch.page_table_BP, *of_layer

@@ -26,10 +26,10 @@ from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.fleet import READ_S, Fleet, values_of
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.json_body import read_body
-from rayserve_moe.serving.openapi import answers, generates
+from rayserve_moe.serving.openapi import answers, generates, named_in_path
 from rayserve_moe.serving.response_store import StoredResponse
 
-_ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
+_ID = named_in_path("response_id")
 _STATUS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 _PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 _PART = {"reasoning": "reasoning_text", "message": "output_text"}

@@ -35,7 +35,7 @@ from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.ignored_fields import ignored_in
 from rayserve_moe.serving.middleware.json_body import read_body
-from rayserve_moe.serving.openapi import GENERATION, answers, takes
+from rayserve_moe.serving.openapi import GENERATION, answers, named_in_path, takes
 
 PREFIX = "/api/v1"
 HOLD_S, HELD_CALL_S = 30.0, 40.0
@@ -101,7 +101,7 @@ def _session_routes(state: ApiState) -> APIRouter:
     async def heartbeat() -> Response:
         return json_answer({"type": "session_heartbeat"})
 
-    @router.post("/sessions/{session_id}/finish", **answers(), openapi_extra=_named("session_id"))
+    @router.post("/sessions/{session_id}/finish", **answers(), openapi_extra=named_in_path("session_id"))
     async def finish() -> Response:
         return json_answer({})
 
@@ -114,7 +114,7 @@ def _session_routes(state: ApiState) -> APIRouter:
         sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         return json_answer({"type": "create_sampling_session", "sampling_session_id": sampler})
 
-    @router.get("/samplers/{sampler_id}", **answers(), openapi_extra=_named("sampler_id"))
+    @router.get("/samplers/{sampler_id}", **answers(), openapi_extra=named_in_path("sampler_id"))
     async def sampler(request: Request) -> Response:
         found = {"base_model": state.card.name, "model_path": None}
         return json_answer({"sampler_id": request.path_params["sampler_id"], **found})
@@ -160,7 +160,7 @@ def _order_routes(state: ApiState) -> APIRouter:
 
     described = answers(404, 503, kinds=(ROLLOUT_MEDIA_TYPE,))
 
-    @router.get("/rollout_evidence/{sequence_id}", **described, openapi_extra=_named("sequence_id"))
+    @router.get("/rollout_evidence/{sequence_id}", **described, openapi_extra=named_in_path("sequence_id"))
     async def evidence(request: Request) -> Response:
         held = _of_any(await Fleet(state).call("tinker_evidence", request.path_params["sequence_id"]))
         if held is None or held.content is None:
@@ -225,11 +225,6 @@ def _given(body: TinkerSampleBody, *, num_left: int) -> Mapping[str, Any]:
         **{name: tuple(values) for name, values in named.items() if values},
         **seed,
     }
-
-
-def _named(parameter: str) -> dict[str, Any]:
-    """Return the description of a path with a name in it. FastAPI's own would bring its form of errors with it."""
-    return {"parameters": [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
 def _of_any(answered: Any) -> Held | None:
