@@ -6,19 +6,18 @@ Every tag follows a namespace token, which no value can contain. Items of arrays
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rayserve_moe.text.tool_calls.json_calls import dumped
-from rayserve_moe.text.tool_calls.tagged_calls import types_of, value_json
+from rayserve_moe.text.tool_calls.tagged_calls import read_block, types_of, value_json
 from rayserve_moe.text.tool_calls.tape import (
     BrokenCall,
     CallFormat,
     Steps,
     Tape,
     ToolCall,
-    close,
     expect,
-    skip,
     take,
     until,
 )
@@ -32,22 +31,6 @@ _MAX_DEPTH = 64
 """Maximum nesting of elements in a call."""
 
 
-def _read(tape: Tape) -> Steps[None]:
-    """Consume a block of several invocations."""
-    yield from expect(tape, BLOCK)
-    yield from expect(tape, INVOKE)
-    while True:
-        yield from _read_invocation(tape)
-        yield from skip(tape)
-        if (yield from take(tape, INVOKE)) is None:
-            break
-    yield from close(tape, BLOCK_END)
-    tape.committed = tape.position
-
-
-MINIMAX_M3 = CallFormat({BLOCK: _read}, (NAMESPACE, BLOCK, BLOCK_END, INVOKE, INVOKE_END))
-
-
 def _read_invocation(tape: Tape) -> Steps[None]:
     name, found = yield from until(tape, '">', NAMESPACE)
     name = name.strip()
@@ -57,6 +40,10 @@ def _read_invocation(tape: Tape) -> Steps[None]:
     if text.strip():
         raise BrokenCall
     tape.call(ToolCall(name, _object(children)))
+
+
+_read = partial(read_block, begin=BLOCK, each=INVOKE, read=_read_invocation, end=BLOCK_END)
+MINIMAX_M3 = CallFormat({BLOCK: _read}, (NAMESPACE, BLOCK, BLOCK_END, INVOKE, INVOKE_END))
 
 
 def _children(tape: Tape, name: str, schema: Any, *, depth: int) -> Steps[tuple[str, list[tuple[str, str]]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from rayserve_moe.text.tool_calls.json_calls import is_json
@@ -60,16 +61,16 @@ def _read_glm(tape: Tape) -> Steps[None]:
 GLM = CallFormat({_BEGIN: _read_glm}, (_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END))
 
 
-def _read_minimax(tape: Tape) -> Steps[None]:
-    """Consume a block of several invocations."""
-    yield from expect(tape, _BLOCK)
-    yield from expect(tape, _INVOKE)
+def read_block(tape: Tape, begin: str, *, each: str, read: Callable[[Tape], Steps[None]], end: str) -> Steps[None]:
+    """Consume a block of one or several calls; `read` consumes a call after its marker `each`."""
+    yield from expect(tape, begin)
+    yield from expect(tape, each)
     while True:
-        yield from _read_invocation(tape)
+        yield from read(tape)
         yield from skip(tape)
-        if (yield from take(tape, _INVOKE)) is None:
+        if (yield from take(tape, each)) is None:
             break
-    yield from close(tape, _BLOCK_END)
+    yield from close(tape, end)
     tape.committed = tape.position
 
 
@@ -81,6 +82,7 @@ def _read_invocation(tape: Tape) -> Steps[None]:
     tape.call(typed_call(name.strip(), given, tools=tape.tools))
 
 
+_read_minimax = partial(read_block, begin=_BLOCK, each=_INVOKE, read=_read_invocation, end=_BLOCK_END)
 MINIMAX = CallFormat({_BLOCK: _read_minimax}, (_BLOCK, _BLOCK_END))
 
 
