@@ -11,7 +11,7 @@ import pytest
 
 from rayserve_moe import Engine
 from tests.pipelines.families.conftest import families
-from tests.pipelines.families.test_weights import PROMPTS, SPREAD
+from tests.pipelines.families.test_weights import SPREAD, answers_of
 from tests.support.checkpoints.adapters import LAYOUTS, make_adapter
 from tests.support.engine.shared_settings import CORE
 
@@ -22,42 +22,19 @@ def test_a_merged_adapter_answers_as_its_checkpoint_and_unloads_to_the_bit(
     core_checkpoint: Path, kernel_settings: dict[str, str], tmp_path: Path
 ):
     with Engine(str(core_checkpoint), **CORE, **SPREAD, **kernel_settings) as engine:
-        before = _answers(engine)
+        before = answers_of(engine)
         for seed, layout in enumerate(LAYOUTS):
             made = make_adapter(core_checkpoint, layout, seed=seed)
             assert engine.update_weights_from_disk(made.write_merged(core_checkpoint, tmp_path / layout)).success
-            wanted = _answers(engine)
+            wanted = answers_of(engine)
             assert engine.update_weights_from_disk(core_checkpoint).success
             outcome = engine.load_lora_adapter(made.write(tmp_path / f"adapter-{layout}"), lora_name=layout)
             assert outcome.success, outcome.message
             assert outcome.max_rounding is not None and outcome.max_rounding > 0
-            _assert_alike(_answers(engine), wanted)
+            _assert_alike(answers_of(engine), wanted)
             assert not _alike(before, wanted)
         assert engine.unload_lora_adapter(layout).success
-        assert _answers(engine) == before
-
-
-def _answers(engine: Engine) -> list[dict[str, Any]]:
-    """Ask for one prompt after the other: by XLA the last bit of a log-prob may depend on the rest of a batch."""
-    answers = [
-        engine.generate(
-            input_ids=prompt,
-            ignore_eos=True,
-            temperature=0.0,
-            max_new_tokens=12,
-            return_logprob=True,
-            return_routed_experts=True,
-        )
-        for prompt in PROMPTS
-    ]
-    return [
-        {
-            "output_ids": answer["output_ids"],
-            "routed_experts": answer["meta_info"]["routed_experts"],
-            "logprobs": [row[0] for row in answer["meta_info"]["output_token_logprobs"]],
-        }
-        for answer in answers
-    ]
+        assert answers_of(engine) == before
 
 
 def _alike(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
@@ -69,4 +46,5 @@ def _assert_alike(ours: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
     for one, other in zip(ours, wanted, strict=True):
         assert one["output_ids"] == other["output_ids"]
         assert one["routed_experts"] == other["routed_experts"]
-        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-5, rtol=0)
+        ours_of_token, wanted_of_token = ([row[0] for row in each["output_token_logprobs"]] for each in (one, other))
+        np.testing.assert_allclose(ours_of_token, wanted_of_token, atol=1e-5, rtol=0)

@@ -23,17 +23,17 @@ def test_weights_that_come_back_or_are_sent_answer_as_they_did(
     core_checkpoint: Path, other_checkpoint: Path, kernel_settings: dict[str, str]
 ):
     with Engine(str(core_checkpoint), **CORE, **SPREAD, **kernel_settings) as engine:
-        before = _answers(engine)
+        before = answers_of(engine)
         assert engine.update_weights_from_disk(other_checkpoint).success
-        changed = _answers(engine)
+        changed = answers_of(engine)
         assert engine.update_weights_from_disk(core_checkpoint).success
-        assert _answers(engine) == before
+        assert answers_of(engine) == before
         send_weights(engine, other_checkpoint)
-        assert _answers(engine) == changed
+        assert answers_of(engine) == changed
     assert all(one["output_ids"] != other["output_ids"] for one, other in zip(before, changed, strict=True))
 
 
-def _answers(engine: Engine) -> list[dict[str, Any]]:
+def answers_of(engine: Engine) -> list[dict[str, Any]]:
     """Ask for one prompt after the other: by XLA the last bit of a log-prob may depend on the rest of a batch."""
     answers = [
         engine.generate(
