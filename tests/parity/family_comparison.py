@@ -129,13 +129,16 @@ def answers_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[st
 
 
 def index_rows_of(answers: Sequence[dict[str, Any]]) -> list[np.ndarray | None]:
-    """The index rows of answers, [T, I, K] each, which other layers repeat; None for answers without any."""
+    """The index rows of answers, [T, I, K] each, which other layers repeat; None for answers without any.
+
+    A layer stands several times where its index has several heads; those of one layer follow each other.
+    """
     found: list[np.ndarray | None] = []
     for answer in answers:
         if (info := answer["meta_info"].get("indexer_topk_info")) is None:
             found.append(None)
             continue
-        own = [info["layer_ids"].index(layer) for layer in info["indexer_layer_ids"]]
+        own = np.flatnonzero(np.isin(info["layer_ids"], info["indexer_layer_ids"]))
         rows = extract_indexer_topk_from_meta_info(answer)
         sources = np.searchsorted(own, np.arange(rows.shape[1]), side="right") - 1
         np.testing.assert_array_equal(rows, rows[:, own][:, sources])
