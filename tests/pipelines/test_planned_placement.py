@@ -15,7 +15,7 @@ from rayserve_moe.balancing.placement_file import write_placement
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from rayserve_moe.config.settings import SettingsError
 from tests.support.engine.workload import draw_prompt
-from tests.support.experts.eplb_proposals import SKEWED_CONFIG, SPREAD_SETTINGS
+from tests.support.experts.eplb_proposals import SPREAD_SETTINGS, SUMMED_CONFIG
 
 WITHIN_S = 600.0
 RANKS, REDUNDANT = 4, 4
@@ -33,7 +33,7 @@ PROMPTS = [draw_prompt(np.random.default_rng(seed), 20).tolist() for seed in ran
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("skewed") / "model", SKEWED_CONFIG, seed=3, dtype="float32")
+    return write_checkpoint(tmp_path_factory.mktemp("skewed") / "model", SUMMED_CONFIG, seed=3, dtype="float32")
 
 
 def answers_of(engine: Engine) -> list[tuple[list[int], list[float]]]:
@@ -64,7 +64,7 @@ def run_until_placed(engine: Engine, wanted: ExpertPlacement, expected: list) ->
 def test_answers_stay_the_same_before_during_and_after_a_switch(skewed, tmp_path):
     with Engine(str(skewed), **SPREAD) as engine:
         expected, rows = answers_of(engine), rows_of(engine)
-    num_experts = SKEWED_CONFIG.num_experts
+    num_experts = SUMMED_CONFIG.num_experts
     group = ServedGroup(RANKS, REDUNDANT, batch=8)
     planned = plan_from_rows(rows, group, num_experts=num_experts)
     write_placement(tmp_path / "planned.json", planned)

@@ -12,9 +12,14 @@ from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacedExperts
 from rayserve_moe.experts.tokens import MIN_FUSED_CHUNK, RoutedTokens
 
 
+def experts_may_move(experts: PlacedExperts, config: ExpertConfig) -> bool:
+    """Return True if experts may move or have replicas: their results are then added up in router order."""
+    return experts.maps is not None or config.slot_choice == CHOSEN_BEFORE or config.num_redundant > 0
+
+
 def unsupported_kind(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> str:
     """Return why `device_sums` cannot take a call of any size; empty if it can."""
-    if experts.maps is not None or config.slot_choice == CHOSEN_BEFORE or config.num_redundant:
+    if experts_may_move(experts, config):
         return "experts may move, and sums of devices depend on where experts are"
     if config.plan.num_slices > 1:
         return f"devices lie on {config.plan.num_slices} slices"

@@ -2,7 +2,8 @@
 
 `replicated` computes experts on the ranks that hold them from all tokens: each rank multiplies its own slots, and the
 ranks add up. Tokens are gathered over the data axis. The sums of the ranks are partial, so their last bits depend
-on the placement. `local` is the same on a single device: nothing is gathered and nothing is added up.
+on the placement: `auto` does not take it where experts may move. `local` is the same on a single device: nothing is
+gathered and nothing is added up.
 """
 
 # T tokens   D model width   K experts per token   W tokens of all data ranks   G chunks   Y = 2 * K + 1
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts import device_sums, low_latency
-from rayserve_moe.experts.addition_order import unsupported_kind
+from rayserve_moe.experts.addition_order import experts_may_move, unsupported_kind
 from rayserve_moe.experts.all_to_all import apply_all_to_all, exchange_sizes
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
@@ -100,14 +101,16 @@ def several_devices(_: RoutedTokens, __: PlacedExperts, *, config: ExpertConfig)
     return "" if num_ranks == 1 else f"experts lie on {num_ranks} devices"
 
 
-def gathers_more(tokens: RoutedTokens, _: PlacedExperts, *, config: ExpertConfig) -> str:
-    """Return why gathering moves more bytes than an exchange; empty if it does not, and on CPUs.
+def reason_against_gathering(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> str:
+    """Return why tokens are not gathered: experts may move, or an exchange moves fewer bytes; empty if they are.
 
     CPU devices gather because their exchange moves every row to every device. Between slices of TPUs, a gathered token
     goes to each other slice once and a sum of two rows' bytes comes back; an exchanged token goes there and back for
     each of its experts there, (S - 1) / S of top_k. Within a slice, `replicated_bytes` and `all_to_all_bytes` count
     `START_BYTES` for each collective: few tokens or few ranks are gathered, others exchanged.
     """
+    if experts_may_move(experts, config):
+        return "experts may move, and sums of devices depend on where experts are"
     plan, (num_tokens, width) = config.plan, tokens.hidden_TD.shape
     top_k, row_bytes = config.router.top_k, width * tokens.hidden_TD.dtype.itemsize
     if platform_of(plan.mesh) == "cpu":
@@ -138,7 +141,7 @@ ExpertBackend = Callable[..., jax.Array]
 EXPERT_BACKENDS: tuple[Candidate[ExpertBackend], ...] = (
     Candidate("local", apply_local, several_devices),
     Candidate(LOW_LATENCY, low_latency.apply_low_latency, low_latency.unsupported_reason),
-    Candidate("replicated", apply_replicated, gathers_more),
+    Candidate("replicated", apply_replicated, reason_against_gathering),
     Candidate(DEVICE_SUMS, device_sums.apply_device_sums, device_sums.unsupported_reason),
     Candidate("fused", partial(apply_all_to_all, overlapped=True), few_tokens),
     Candidate(ALL_TO_ALL, apply_all_to_all),

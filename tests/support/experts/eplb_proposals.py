@@ -20,9 +20,10 @@ from tests.support.models.core import CORE_CONFIG
 NOTHING = np.zeros(0, np.int32)
 SKEWED_CONFIG = replace(CORE_CONFIG, drawn=replace(CORE_CONFIG.drawn, router_skew=1.0))
 """The core model, with experts that are chosen far more than others."""
+SUMMED_CONFIG = replace(SKEWED_CONFIG, num_experts_per_tok=4)
+"""The same with four experts of a token: the sum of two is the same in any order."""
 SPREAD_SETTINGS = {
     "devices_per_host": 4,
-    "expert_backend": "all_to_all",
     "num_redundant_experts": 4,
     "max_running_requests": 8,
     "precompile_bs_paddings": [8],

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.experts.backends import EXPERT_BACKENDS, all_to_all_bytes, choose_backend, replicated_bytes
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.low_latency import unsupported_reason
 from rayserve_moe.experts.router_spec import RouterSpec
-from rayserve_moe.experts.slot_mapping import PlacedExperts
+from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacedExperts, placement_arrays
 from rayserve_moe.experts.tokens import RoutedTokens
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
@@ -49,9 +50,9 @@ class FakePlan:
         return SimpleNamespace(shape=shape, devices=np.array([SimpleNamespace(platform="tpu")]))
 
 
-def backend_on(plan: Any, tokens: int, *, top_k: int = 8, width: int = 2048, backend: str = "auto") -> str:
+def backend_on(plan: Any, tokens: int, *, top_k: int = 8, width: int = 2048, **config_fields: Any) -> str:
     """Return the name of the backend for bfloat16 tokens of a data rank, without low-latency dispatch."""
-    config = ExpertConfig(RouterSpec(64, top_k, True), CPU, plan, backend=backend)
+    config = replace(ExpertConfig(RouterSpec(64, top_k, True), CPU, plan), **config_fields)
     return choose_backend(*shapes_of(tokens, width=width, dtype="bfloat16"), config=config).name
 
 
@@ -80,6 +81,24 @@ def test_over_slices_the_way_that_sends_less_between_them_is_taken():
 
 def test_cpu_devices_gather():
     assert backend_on(plan_of(4, 1), 8192) == "replicated"
+
+
+@pytest.mark.parametrize("may_move", [{"num_redundant": 8}, {"slot_choice": CHOSEN_BEFORE}])
+def test_experts_that_may_move_are_never_added_up_by_device(may_move):
+    """Sums of devices depend on the placement."""
+    plans = [plan_of(4, 1), plan_of(1, 4), FakePlan(1, 2), FakePlan(8, 1), FakePlan(8, 1, num_slices=2)]
+    for plan in plans:
+        taken = {backend_on(plan, tokens, top_k=top_k, **may_move) for tokens in (1, 64, 8192) for top_k in (1, 8)}
+        assert taken <= {"all_to_all", "fused"}
+
+
+def test_maps_say_that_experts_may_move():
+    tokens, experts = shapes_of(1, width=2048, dtype="bfloat16")
+    config = ExpertConfig(RouterSpec(64, 8, True), CPU, plan_of(2, 2))
+    assert choose_backend(tokens, experts, config=config).name == "replicated"
+    maps = placement_arrays(identity_placement(1, 64, ep_size=4))
+    found = choose_backend(tokens, experts._replace(maps=maps), config=config)
+    assert found.name == "all_to_all" and "replicated: experts may move" in str(found)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64, 1024])

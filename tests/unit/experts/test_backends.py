@@ -59,7 +59,7 @@ def test_it_is_the_dense_layer_for_any_placement(backend, mesh, num_redundant):
     assert run.compiled._cache_size() == 1
 
 
-@EXCHANGES
+@pytest.mark.parametrize("backend", ["all_to_all", "fused", "auto"])
 def test_where_experts_lie_does_not_show_in_a_single_bit(backend):
     """Not in another placement, and not with other replicas."""
     runs = [compiled(backend), *[compiled(backend, num_redundant=0)] * (backend == "all_to_all")]
