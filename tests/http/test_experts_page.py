@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 
 from rayserve_moe.balancing.load_window import AGED
 from rayserve_moe.balancing.migration import Migration, MigrationProgress
-from rayserve_moe.balancing.placement import identity_placement
+from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.placement_file import placement_as_json, placement_in, read_placement
 from rayserve_moe.balancing.planner import plan
 from rayserve_moe.balancing.planning import imbalance, rank_loads
@@ -120,6 +121,10 @@ def test_a_placement_is_told_and_moved_to(engine, monkeypatch):
     with served(engine) as url, BlockingRolloutClient(url) as client:
         np.testing.assert_array_equal(placement_in(client.expert_placement()).expert_of_slot, start.expert_of_slot)
         assert client.place_experts(placement_as_json(wanted))["version"] == 1
+        with pytest.raises(Refused, match="still moving to placement 1") as conflict:
+            client.place_experts(placement_as_json(random_placement(start, seed=2)))
+        assert conflict.value.status == 409
+        assert client.place_experts(placement_as_json(wanted))["version"] == 1, "a retry"
         CountedSteps(eplb, np.ones((LAYERS, EXPERTS))).run(60)
         told = client.expert_placement()
         np.testing.assert_array_equal(placement_in(told).expert_of_slot, wanted.expert_of_slot)
@@ -130,6 +135,25 @@ def test_a_placement_is_told_and_moved_to(engine, monkeypatch):
             client.place_experts(placement_as_json(wanted) | {"num_experts": EXPERTS + 1})
         with pytest.raises(Refused, match="expert_of_slot"):
             client.place_experts({"num_experts": EXPERTS, "ep_size": RANKS})
+
+
+def test_of_placements_sent_at_once_one_is_taken(engine, monkeypatch):
+    """The others are refused with 409, and experts end where the taken one says."""
+    start = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
+    eplb = EplbSteps(Migration(start, hosts=1, slots_per_step=8))
+    monkeypatch.setattr(engine.loop, "eplb", eplb)
+    wanted = [random_placement(start, seed) for seed in range(1, 9)]
+    with served(engine) as url, ThreadPoolExecutor(len(wanted)) as threads:
+
+        def send(placement: ExpertPlacement) -> httpx.Response:
+            return httpx.post(f"{url}/experts/placement", json=placement_as_json(placement), timeout=60)
+
+        answers = list(threads.map(send, wanted))
+    assert sorted(answer.status_code for answer in answers) == [200] + [409] * 7
+    CountedSteps(eplb, np.ones((LAYERS, EXPERTS))).run(60)
+    taken = next(i for i, answer in enumerate(answers) if answer.status_code == 200)
+    np.testing.assert_array_equal(eplb.migration.placement.expert_of_slot, wanted[taken].expert_of_slot)
+    assert {answer.json()["error"]["code"] for answer in answers if answer.status_code == 409} == {"experts_moving"}
 
 
 def test_a_rollout_moves_the_experts_of_its_server(engine, monkeypatch, tmp_path, capsys):

@@ -27,6 +27,10 @@ class PlacementError(ValueError):
     """Numbers that are not a valid placement of experts over slots."""
 
 
+class PlacementConflictError(PlacementError):
+    """Experts are still moving to another requested placement."""
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertPlacement:
     """Contents of the expert slots of every layer, checked when built; the arrays are read-only views.

@@ -191,7 +191,8 @@ class RolloutClient:
     async def place_experts(self, placement: Mapping[str, Any]) -> dict[str, Any]:
         """Move experts to the placement of a file's content, while the server answers.
 
-        Raises Refused if it does not fit the server, or experts never move there.
+        Raises Refused if it does not fit the server or experts never move there; with status 409 while experts still
+        move to another placement of a client.
         """
         return await self.call("POST", "/experts/placement", body=placement)
 

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from rayserve_moe.balancing.migration import Migration
-from rayserve_moe.balancing.placement import PlacementError, identity_placement
+from rayserve_moe.balancing.placement import (
+    ExpertPlacement,
+    PlacementConflictError,
+    PlacementError,
+    identity_placement,
+    placement_from,
+)
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
 from rayserve_moe.engine.executor import GroupLayout
 from tests.support.experts.eplb_proposals import CountedSteps
@@ -25,6 +31,10 @@ def arrive(eplb: EplbSteps, steps: CountedSteps, seed: int) -> None:
     """Head for a placement and get there, all of it."""
     wanted = random_placement(START, seed)
     eplb.set_target(wanted)
+    arrive_at(eplb, steps, wanted)
+
+
+def arrive_at(eplb: EplbSteps, steps: CountedSteps, wanted: ExpertPlacement) -> None:
     steps.run(60)
     assert eplb.migration.placement is wanted and eplb.state() is not None
     steps.assert_hold(wanted)
@@ -61,6 +71,48 @@ def test_another_migration_begins_only_when_it_is_known_what_came_of_the_one_bef
     steps.assert_hold(eplb.migration.placement)
     assert eplb.migration.given_up_version in (1, 2) and eplb.migration.progress.version == 2
     arrive(eplb, steps, seed=4)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_no_other_target_replaces_an_order_before_experts_are_there(num_steps: int) -> None:
+    """Requested, or under way; the same order again moves experts once."""
+    eplb, steps = moving()
+    ordered, other = random_placement(START, seed=1), random_placement(START, seed=3)
+    eplb.set_target(other)
+    assert eplb.order(ordered) == 1, "a plan of the server is replaced"
+    steps.run(num_steps)
+    for request in (eplb.order, eplb.set_target):
+        with pytest.raises(PlacementConflictError, match="still moving to placement 1"):
+            request(other)
+    again = placement_from(ordered.expert_of_slot, ordered.share_of_slot, num_experts=12, ep_size=4)
+    assert eplb.order(again) == 1
+    steps.run(60)
+    assert eplb.migration.placement is ordered and eplb.migration.progress.version == 1
+    steps.assert_hold(ordered)
+    assert eplb.order(other) == 2
+    arrive_at(eplb, steps, other)
+
+
+def test_an_order_outlives_the_loss_of_hosts() -> None:
+    eplb, steps = moving()
+    ordered = random_placement(START, seed=1)
+    eplb.order(ordered)
+    steps.run(3)
+    eplb.restart(GroupLayout(num_expert_ranks=4, num_redundant_experts=4, num_hosts=2))
+    with pytest.raises(PlacementConflictError):
+        eplb.order(random_placement(START, seed=2))
+    arrive_at(eplb, CountedSteps(eplb, ODDS, tokens_per_step=10), ordered)
+
+
+def test_a_failed_order_makes_way_for_the_next() -> None:
+    eplb, steps = moving()
+    steps.fails_at = 2
+    eplb.order(random_placement(START, seed=1))
+    steps.run(60)
+    assert eplb.migration.given_up_version == 1
+    wanted = random_placement(START, seed=2)
+    assert eplb.order(wanted) == 2
+    arrive_at(eplb, steps, wanted)
 
 
 def test_readings_tell_steps_and_counts_and_nobody_plans_from_what_moves():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 
 from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.migration import Migration, MigrationPiece, check_alike
-from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, identity_placement
+from rayserve_moe.balancing.placement import ExpertPlacement, PlacementConflictError, PlacementError, identity_placement
 from rayserve_moe.balancing.placement_file import read_placement
 from rayserve_moe.balancing.planning import PlacementState
 from rayserve_moe.config.settings import BalancingSettings, ParallelSettings, SettingsError
@@ -66,8 +67,8 @@ def _configured(file: str, first: ExpertPlacement) -> ExpertPlacement:
 class EplbSteps(StepExtension):
     """Extension that adds pieces of `migration` to step plans, at most one per step, and reads expert counts.
 
-    A piece travels in the plan of its step, so that every host runs it in the same step. `set_target`, `state`,
-    `reading` and `migration.progress` may be used from any thread, all else only from the engine thread.
+    A piece travels in the plan of its step, so that every host runs it in the same step. `set_target`, `order`,
+    `state`, `reading` and `migration.progress` may be used from any thread, all else only from the engine thread.
     """
 
     def __init__(
@@ -88,6 +89,9 @@ class EplbSteps(StepExtension):
         """Rows of the hottest expert over the mean between the last two readings, float64 [layers]."""
         self._rows: tuple[tuple[np.ndarray, int], ...] = ()  # replaced as a whole, for readers from other threads
         self._wanted: deque[ExpertPlacement] = deque(maxlen=1)
+        self._ordered: ExpertPlacement | None = None
+        self._target_lock = threading.Lock()
+        """Held while a target is requested or begins."""
         self.counts_every, self._num_steps = counts_every, 0
         self._steps_with_pieces = set[int]()
         self._is_held = False
@@ -121,12 +125,45 @@ class EplbSteps(StepExtension):
         self.on_reading()
 
     def set_target(self, placement: ExpertPlacement) -> None:
-        """Have the next steps move experts to `placement`, replacing any running or requested migration.
+        """Have the next steps move experts to `placement`, replacing a running or requested migration of a plan.
 
-        Raises: PlacementError if layers, slots or ranks differ; then nothing changes.
+        Raises: PlacementError if layers, slots or ranks differ, PlacementConflictError if experts are still moving to
+        an ordered placement; then nothing changes.
         """
         self.migration.check(placement)
-        self._wanted.append(placement)
+        with self._target_lock:
+            if self._moves_to_ordered():
+                raise PlacementConflictError(self._conflict())
+            self._wanted.append(placement)
+
+    def order(self, placement: ExpertPlacement) -> int:
+        """Call `set_target` with a placement that no other target replaces; return the version that it gets.
+
+        A placement that is ordered twice moves experts once.
+        """
+        self.migration.check(placement)
+        with self._target_lock:
+            pending = self._ordered if self._moves_to_ordered() else None
+            if pending is None:
+                self._ordered = placement
+                self._wanted.append(placement)
+            elif not _is_same(pending, placement):
+                raise PlacementConflictError(self._conflict())
+            return self.migration.progress.version + len(self._wanted)
+
+    def _moves_to_ordered(self) -> bool:
+        """Return True if the ordered placement is requested, or its migration runs."""
+        migration = self.migration
+        target = self._wanted[0] if self._wanted else None if migration.progress.is_done else migration.target
+        return target is not None and target is self._ordered
+
+    def _conflict(self) -> str:
+        progress = self.migration.progress
+        version, begun = progress.version + len(self._wanted), 0 if self._wanted else progress.num_layers_done
+        return (
+            f"experts are still moving to placement {version}, {begun} layers are done: they move with steps that "
+            "compute requests; send the next placement afterwards"
+        )
 
     def hold(self) -> ExpertPlacement:
         """Stop moving experts until `resume`; return their placement. Call while no step is in flight."""
@@ -160,20 +197,21 @@ class EplbSteps(StepExtension):
 
         If the number of ranks has changed, experts stay in their own order until a plan for these ranks arrives.
         """
-        target, first = self._wanted.pop() if self._wanted else self.migration.target, self.first
-        if layout.num_expert_ranks != first.ep_size:
-            first = self.first = self._own_order = target = identity_placement(
-                first.num_layers,
-                first.num_experts,
-                ep_size=layout.num_expert_ranks,
-                num_redundant=layout.num_redundant_experts,
-            )
-        self.migration.reset(first, hosts=layout.num_hosts, slices=layout.num_slices)
+        with self._target_lock:
+            target, first = self._wanted.pop() if self._wanted else self.migration.target, self.first
+            if layout.num_expert_ranks != first.ep_size:
+                first = self.first = self._own_order = target = identity_placement(
+                    first.num_layers,
+                    first.num_experts,
+                    ep_size=layout.num_expert_ranks,
+                    num_redundant=layout.num_redundant_experts,
+                )
+            self.migration.reset(first, hosts=layout.num_hosts, slices=layout.num_slices)
+            if target is not first:
+                self._wanted.append(target)
         self._steps_with_pieces.clear()
         none = np.zeros_like(self.reading.counts)
         self.reading = LoadReading(self.reading.generation + 1, self._num_steps, none)
-        if target is not first:
-            self._wanted.append(target)
         self.on_reading()
 
     def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
@@ -211,10 +249,11 @@ class EplbSteps(StepExtension):
             return self.migration.next_piece()
         if self._steps_with_pieces:
             return None
-        try:
-            self.migration.begin(self._wanted.pop())
-        except PlacementError as error:  # the plan was made before hosts were lost
-            log.warning("ignored an expert plan: %s", error)
+        with self._target_lock:
+            try:
+                self.migration.begin(self._wanted.pop())
+            except PlacementError as error:  # the plan was made before hosts were lost
+                log.warning("ignored an expert plan: %s", error)
         return self.migration.next_piece()
 
 
@@ -223,6 +262,12 @@ def _peak_rows(before: np.ndarray, now: np.ndarray) -> np.ndarray:
     counted = now.astype(np.int32).view(np.uint32) - before.astype(np.int32).view(np.uint32)
     means = counted.mean(axis=1)
     return np.where(means > 0, counted.max(axis=1) / np.where(means > 0, means, 1), 1.0)
+
+
+def _is_same(one: ExpertPlacement, other: ExpertPlacement) -> bool:
+    return np.array_equal(one.expert_of_slot, other.expert_of_slot) and np.array_equal(
+        one.share_of_slot, other.share_of_slot
+    )
 
 
 def _ignore() -> None:

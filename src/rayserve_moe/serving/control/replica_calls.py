@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rayserve_moe.balancing.placement import PlacementError
+from rayserve_moe.balancing.placement import PlacementConflictError, PlacementError
 from rayserve_moe.balancing.placement_file import placement_as_json, placement_in
 from rayserve_moe.checkpoints.bucket import Heads, SentShares, WantedTensor, read_bucket
 from rayserve_moe.cluster.replica_engine import FirstWeights
@@ -100,15 +100,16 @@ async def _placement(state: ApiState) -> dict[str, Any]:
 
 
 async def _place_experts(state: ApiState, content: dict[str, Any]) -> int:
-    """Have experts move to a placement; return the version that it gets if no other plan comes before."""
+    """Have experts move to a placement; return the version that it gets."""
     eplb = state.loop.eplb
     if not eplb.moves_experts:
         raise ApiError(400, "experts stay where they are: start with enable_eplb: true", code="experts_stay")
     try:
-        eplb.set_target(await asyncio.to_thread(placement_in, content))
+        return eplb.order(await asyncio.to_thread(placement_in, content))
+    except PlacementConflictError as error:
+        raise ApiError(409, str(error), code="experts_moving") from error
     except PlacementError as error:
         raise ApiError(400, str(error), code="placement_refused") from error
-    return eplb.migration.progress.version + 1
 
 
 async def _stage(state: ApiState, order_id: str, path: str) -> str:

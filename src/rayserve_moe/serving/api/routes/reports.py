@@ -217,7 +217,7 @@ def statistics_router(state: ApiState) -> APIRouter:
     async def expert_placement() -> Response:
         return json_answer((await Fleet(state).every("placement"))[0])
 
-    @router.post("/experts/placement", **takes(PlacementBody, *COMMAND))
+    @router.post("/experts/placement", **takes(PlacementBody, 409, *COMMAND))
     async def place_experts(request: Request) -> Response:
         body = await read_body(request, PlacementBody, admission=state.admission)
         versions = await Fleet(state).every("place_experts", body.model_dump())
