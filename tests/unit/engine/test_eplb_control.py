@@ -16,10 +16,10 @@ from rayserve_moe.balancing.migration import Migration
 from rayserve_moe.balancing.placement import identity_placement
 from rayserve_moe.balancing.planning import LocalPlanner, PlacementState, PlanFailure, PlanningConfig, Proposal
 from rayserve_moe.engine.eplb.control import MAX_PLANS, EplbControl, MigrationHistory, ShownLoads
-from rayserve_moe.engine.eplb.health import ActorView
 from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
 from tests.support.experts.eplb_proposals import GARBAGE, CountedSteps, proposal_for
 from tests.support.experts.placements import random_placement
+from tests.unit.serving.test_balancing_metrics import scraped
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 4
 START = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
@@ -183,13 +183,15 @@ def test_a_late_plan_is_refused_where_it_no_longer_fits(meanwhile):
     with served() as running:
         running.planner.may_answer.clear()
         running.run_until(running.planner.has_planned.is_set)
-        running.run_until(lambda: running.steps.num_steps > 200)
+        running.run_until(lambda: running.balancing.view().actor.overdue_periods >= 2)
+        assert scraped(running.balancing)["plan_overdue_periods",] >= 2
         assert running.version == 0, "serving does not wait, and nothing changes"
         meanwhile(running)
         asked_at = running.eplb.reading.step
         running.planner.may_answer.set()
         running.run_until(lambda: running.balancing.view().actor.refused)
         assert running.balancing.view().actor.refused == {"stale": 1}
+        assert scraped(running.balancing)["plans_refused_total", "stale"] == 1
         assert all(record.step >= asked_at for record in running.balancing.view().history), "those are later plans"
         running.run_until_balanced()
 
@@ -230,13 +232,15 @@ class Dead(Faulty):
         return proposal
 
 
-SEEN: dict[str, Callable[[ActorView], bool]] = {
-    "killed": lambda actor: not actor.alive and actor.last_problem.reason == "lost",
-    "raises": lambda actor: not actor.alive and "KeyError" in actor.last_problem.detail,
-    "hangs": lambda actor: actor.overdue_periods >= 2 and actor.waiting_s > 0,
-    "nonsense": lambda actor: actor.refused["malformed"] > 0 and actor.last_problem.reason == "malformed",
-    "never due": lambda actor: actor.overdue_periods >= 2,
+Shown = dict[tuple[str, ...], float]
+SEEN: dict[str, Callable[[Shown], bool]] = {
+    "killed": lambda shown: shown["balancer_up",] == 0 and ("plan_problem_time_seconds", "lost") in shown,
+    "raises": lambda shown: shown["balancer_up",] == 0 and shown["plans_refused_total", "failed"] > 0,
+    "hangs": lambda shown: shown["plan_overdue_periods",] >= 2 and shown["plan_wait_seconds",] > 0,
+    "nonsense": lambda shown: shown["plans_refused_total", "malformed"] > 0,
+    "never due": lambda shown: shown["plan_overdue_periods",] >= 2,
 }
+"""What metrics show of each fault."""
 
 
 @pytest.mark.parametrize("fault", SEEN)
@@ -252,14 +256,15 @@ def test_a_stuck_planner_is_seen_within_two_periods_and_serving_goes_on(fault):
         running.steps.shift_odds()
         faulty_since = running.eplb.reading.step
         running.run_until(lambda: running.eplb.reading.step >= faulty_since + 2 * RULES.interval + COUNTS_EVERY)
-        running.wait_until(lambda: SEEN[fault](running.balancing.view().actor))
+        running.wait_until(lambda: SEEN[fault](scraped(running.balancing)))
         assert running.eplb.migration.placement is before, "the old placement serves"
         planner.fault = ""
         planner.may_answer.set()
         num_plans = len(running.outcomes)
         running.run_until(lambda: running.outcomes[num_plans:].count("finished"))
-        actor = running.balancing.view().actor
+        actor, shown = running.balancing.view().actor, scraped(running.balancing)
         assert actor.alive and actor.overdue_periods < 2 and actor.plan_age_s is not None
+        assert shown["balancer_up",] == 1 and shown["plan_overdue_periods",] < 2
 
 
 def is_moving(running: Served) -> bool:
