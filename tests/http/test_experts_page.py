@@ -177,6 +177,17 @@ def test_a_rollout_moves_the_experts_of_its_server(engine, monkeypatch, tmp_path
         assert (wanted.expert_of_slot != start.expert_of_slot).any()
 
 
+def test_rows_of_another_model_move_nothing(engine, monkeypatch, tmp_path):
+    start = identity_placement(LAYERS + 1, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
+    eplb = EplbSteps(Migration(start, hosts=1, slots_per_step=8))
+    monkeypatch.setattr(engine.loop, "eplb", eplb)
+    with RolloutDirectory(tmp_path) as directory:
+        directory.write_rollouts([skewed(0)])
+    with served(engine) as url, pytest.raises(ValueError, match="4 layers of 16 experts, the rows 3 of 16"):
+        place_from_rows(tmp_path, url=url, batch=8)
+    assert eplb.state() is not None, "nothing is requested"
+
+
 def test_experts_that_never_move_are_told_so(http, engine):
     placement = http.get("/experts/placement").json()
     assert placement["num_experts"] == engine.loop.card.routing.num_experts

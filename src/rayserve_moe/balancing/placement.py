@@ -105,13 +105,15 @@ def placement_from(
     The static slot of a rank is its own replica if it has one; otherwise neighbouring ranks use the same replica, each
     replica about equally many ranks. The arguments are not modified. Raises PlacementError with the violated condition.
     """
-    expert_of_slot = np.ascontiguousarray(expert_of_slot, dtype=np.int32)
+    expert_of_slot = np.asarray(expert_of_slot)
     if expert_of_slot.ndim != 2 or ep_size < 1 or expert_of_slot.shape[1] % ep_size:
         raise PlacementError(f"slots of shape {expert_of_slot.shape} do not spread evenly over {ep_size} ranks")
     replicas = _replicas(expert_of_slot, num_experts)
+    expert_of_slot = np.ascontiguousarray(expert_of_slot, dtype=np.int32)
     if share_of_slot is None:
         share_of_slot = 1 / np.take_along_axis(replicas, expert_of_slot, axis=1)
-    share_of_slot = np.ascontiguousarray(share_of_slot, dtype=np.float32)
+    with np.errstate(over="ignore"):  # a share beyond float32 becomes infinite, which the check refuses
+        share_of_slot = np.ascontiguousarray(share_of_slot, dtype=np.float32)
     return ExpertPlacement(expert_of_slot, share_of_slot, _static_slots(expert_of_slot, replicas, ep_size))
 
 

@@ -124,6 +124,7 @@ def place_from_rows(directory: Path, *, url: str, batch: int) -> int:
     trace = trace_of(load(directory, columns=COLUMNS), max_rows=MAX_ROWS)
     with BlockingRolloutClient(url, api_key=environment_setting("api_key")) as client:
         today = placement_in(client.expert_placement())
+        _check_sizes(today, trace)
         group = ServedGroup(today.ep_size, today.num_redundant, batch)
         planned = plan_from_rows(trace.rows, group, num_experts=trace.num_experts, today=today)
         answer = client.place_experts(placement_as_json(planned, weight_version=trace.weight_version))
@@ -233,14 +234,19 @@ def _today(options: argparse.Namespace, trace: Trace) -> ExpertPlacement:
         return identity_placement(
             len(trace.layer_ids), trace.num_experts, ep_size=options.ranks, num_redundant=redundant
         )
+    _check_sizes(today, trace)
+    if options.ranks not in (0, today.ep_size):
+        raise PlacementError(f"today's placement has {today.ep_size} ranks, not {options.ranks}")
+    return today
+
+
+def _check_sizes(today: ExpertPlacement, trace: Trace) -> None:
+    """Raise PlacementError if the rows are of another model than today's placement."""
     if (today.num_layers, today.num_experts) != (len(trace.layer_ids), trace.num_experts):
         raise PlacementError(
             f"today's placement has {today.num_layers} layers of {today.num_experts} experts, "
             f"the rows {len(trace.layer_ids)} of {trace.num_experts}"
         )
-    if options.ranks not in (0, today.ep_size):
-        raise PlacementError(f"today's placement has {today.ep_size} ranks, not {options.ranks}")
-    return today
 
 
 def _redundant(options: argparse.Namespace, today: ExpertPlacement) -> list[int]:
