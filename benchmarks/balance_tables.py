@@ -57,7 +57,7 @@ def expert_traffic(measured: Mapping[str, Any]) -> str:
                 *(f"{one['bytes'] / base - 1:+.1%}" for one, base in zip(each, before, strict=True)),
                 f"{at_middle['bytes_between_slices'] / 1024:.1f}",
                 f"{at_middle['hottest']:.3f}",
-                f"{at_middle['microseconds']:.1f}",
+                *(f"{one['microseconds']:.1f}" for one in each[: batches.index(middle) + 1]),
             ])  # fmt: skip
     at = [f"at {batch:,}" for batch in batches]
     heading = [
@@ -66,7 +66,7 @@ def expert_traffic(measured: Mapping[str, Any]) -> str:
         *(f"{name} {each}" for name in ("ranks per token", "KiB", "change") for each in at),
         f"KiB between slices at {middle}",
         f"hottest / mean at {middle}",
-        f"us at {middle}, estimated",
+        *(f"us at {batch}, estimated" for batch in batches[: batches.index(middle) + 1]),
     ]
     layers, experts, ranks, redundant = measured["plan"]["shape"]
     shape = f"{layers} layers of {experts} experts, {ranks} ranks, {redundant} redundant slots"
