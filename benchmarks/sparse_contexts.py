@@ -59,7 +59,7 @@ CASES = {
     for case in (
         SparseCase("deepseek-v3.2", "v5p:2x4x4", 4, 2, 16),
         SparseCase("deepseek-v3.2", "v5p:2x4x4", 1, 2, 64),
-        SparseCase("deepseek-v3.2", "v5p:2x4x4", 1, 8, 256, "int8"),
+        SparseCase("deepseek-v3.2", "v5p:2x4x4", 1, 8, 256),
         SparseCase("deepseek-v3.2", "v5p:4x4x4", 4, 4, 64),
         SparseCase("deepseek-v3.2", "v5p:4x4x4", 1, 4, 256),
         SparseCase("deepseek-v3.2", "v5p:2x2x2", 4, 8, 16, "int8"),
@@ -73,7 +73,7 @@ CASES = {
         SparseCase("deepseek-v3.2", "tpu7x:2x2x2", 1, 4, 64, "fp8"),
         SparseCase("glm-5.2", "v5p:2x4x4", 4, 2, 16),
         SparseCase("glm-5.2", "v5p:2x4x4", 1, 2, 64),
-        SparseCase("glm-5.2", "v5p:2x4x4", 1, 8, 256, "int8"),
+        SparseCase("glm-5.2", "v5p:2x4x4", 1, 8, 256),
         SparseCase("glm-5.2", "v5p:4x4x4", 4, 4, 64),
         SparseCase("glm-5.2", "v5p:4x4x4", 1, 4, 256),
         SparseCase("glm-5.2", "v5p:2x2x2", 8, 16, 16, "int8"),
