@@ -19,6 +19,7 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.chips import CHIPS, OVERHEAD_S
+from rayserve_moe.tools.estimate.rates import calibrated
 from rayserve_moe.tools.plan_slice.candidates import (
     Assumptions,
     Candidate,
@@ -78,6 +79,17 @@ def test_a_step_costs_what_the_compiled_one_is_estimated_at(name):
     assert cost.peak_seconds == pytest.approx(compiled["step"]["peak_seconds"], rel=0.06)
     assert cost.seconds == pytest.approx(compiled["step"]["seconds"], rel=0.06)
     assert cost.min_seconds < cost.seconds < cost.max_seconds and cost.peak_seconds < cost.seconds
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b", "mimo-v2-flash", "qwen3.5-35b-a3b"])
+def test_a_step_waits_for_the_keys_that_it_reads(name):
+    """Also if kinds of attention have different heads and windows, and if only some layers have keys."""
+    plan = plan_for(devices_of(SLICE), data_size=4)
+    own = model_config(spec_from_config(read_config(name)), plan, experts=ExpertSettings())
+    short, long = (step_cost(own, StepTokens(16, context), topology=SLICE) for context in (2048, 4096))
+    rates = calibrated(CHIPS["v6e"])
+    exposed_s = rates.exposed_share * (long.hbm_s - short.hbm_s) / rates.hbm_share
+    assert long.waits_s - short.waits_s == pytest.approx(exposed_s) and exposed_s > 0
 
 
 @pytest.mark.parametrize("name", MADE_UP)

@@ -65,12 +65,14 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     """
     weights, batch, rotation, layer, singles, _, query_scale_T, chosen_TK = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
-    of_layer = {name: stacked[layer] for name, stacked in weights.items()}
+    of_layer = {name: stacked[layer] for name, stacked in weights.items() if name not in ("k_b_LHC", "v_b_LHC")}
     latent_width = len(of_layer["kv_a_norm_LC"])
     with jax.named_scope("projections"):
         latents_T1C = _latents(normed_TD, of_layer, rotation, config)
-        queries_TAC = _absorbed_queries(normed_TD, of_layer, rotation, config)
+        queries_TH, k_b_HC = _slice_after(_queries(normed_TD, of_layer, config), weights["k_b_LHC"], layer)
+        queries_TAC = _absorb(queries_TH, k_b_HC, rotation, config)
         queries_TAC = queries_TAC if query_scale_T is None else queries_TAC * query_scale_T[:, None, None]
+        queries_TAC, v_b_HC = _slice_after(queries_TAC, weights["v_b_LHC"], layer)
     num_late = batch.num_singles if write_and_decode else 0
     step = PagedStep(batch, first_page, rows_of(latents_T1C), num_late, chosen_TK)
     kv_pages = write_early(kv_pages, step)
@@ -80,7 +82,7 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
         described = singles and singles.by_window[0]
         attended_TAC, kv_pages = attend_blocks(queries_TAC, kv_pages, step, kernels=kernels, described=described)
     with jax.named_scope("output_product"):
-        v_b_AvC = of_layer["v_b_LHC"].reshape(attended_TAC.shape[1], -1, latent_width)
+        v_b_AvC = v_b_HC.reshape(attended_TAC.shape[1], -1, latent_width)
         values_TAv = _multiply("TAC,AvC->TAv", attended_TAC.astype(normed_TD.dtype), v_b_AvC).astype(normed_TD.dtype)
         values_TH = values_TAv.reshape(len(normed_TD), -1)
         out_TD = jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
@@ -139,16 +141,27 @@ def query_latents(normed_TD: jax.Array, weights: Mapping[str, jax.Array], *, nor
     return rms_norm(latents_TR, weights["q_a_norm_LR"], norm_eps)
 
 
-def _absorbed_queries(
-    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: LatentConfig
-) -> jax.Array:
-    """Return queries against latents and the shared rotated key, float32 [T, A, C + r]."""
+def _queries(normed_TD: jax.Array, weights: Mapping[str, jax.Array], config: LatentConfig) -> jax.Array:
+    """Return queries before rotation, [T, H]."""
     if "q_a_LDR" in weights:
-        queries_TH = project(query_latents(normed_TD, weights, norm_eps=config.norm_eps), weights["q_b_LRH"])
-    else:
-        queries_TH = project(normed_TD, weights["q_LDH"])
-    k_b_AnC = weights["k_b_LHC"].reshape(-1, config.nope_dim, weights["k_b_LHC"].shape[1])
-    queries_TAh = queries_TH.reshape(len(normed_TD), len(k_b_AnC), -1)
+        return project(query_latents(normed_TD, weights, norm_eps=config.norm_eps), weights["q_b_LRH"])
+    return project(normed_TD, weights["q_LDH"])
+
+
+def _slice_after(rows: jax.Array, stacked: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `rows` unchanged, and the layer's part of a stack of matrices, sliced once `rows` are computed.
+
+    XLA does not slice inside a product per head. Without this order it slices several matrices at once, of equal shapes
+    or of several layers, and copies those to HBM that it needs last.
+    """
+    rows, layer = jax.lax.optimization_barrier((rows, layer))
+    return rows, stacked[layer]
+
+
+def _absorb(queries_TH: jax.Array, k_b_HC: jax.Array, rotation: Rotation, config: LatentConfig) -> jax.Array:
+    """Return queries against latents and the shared rotated key, float32 [T, A, C + r]."""
+    k_b_AnC = k_b_HC.reshape(-1, config.nope_dim, k_b_HC.shape[1])
+    queries_TAh = queries_TH.reshape(len(queries_TH), len(k_b_AnC), -1)
     plain_TAn, turned_TAr = queries_TAh[..., : config.nope_dim], queries_TAh[..., config.nope_dim :]
     turned_TAr = rotate(turned_TAr, rotation, interleaved=config.interleaved_rotation)
     absorbed_TAC = _multiply("AnC,TAn->TAC", k_b_AnC, plain_TAn)

@@ -54,7 +54,9 @@ def result_of(theirs: list[dict[str, float]]) -> dict:
 def sparse_context(kernel: str, *, seconds: float) -> dict:
     """A step of sparse attention at one context."""
     step = {"seconds": seconds, "hbm_bytes": 42e9}
-    return {"step": step, "num_layers": 3, "kernels": [{"name": kernel, "bundles": 100}], "share_of_roofline": 0.5}
+    kernels = [{"name": kernel, "bundles": 100}]
+    found = {"step": step, "num_layers": 3, "kernels": kernels, "share_of_roofline": 0.5}
+    return {"needed_bytes": 50_000_000_000, **found}
 
 
 def every_section() -> dict:
@@ -206,10 +208,12 @@ def every_section() -> dict:
         },
         "sparse_contexts": {
             "glm-5.2@v5p:2x4x4": {
+                "case": {"tensor": 4, "expert_dtype": "int8"}, "dp": 8, "limit_bytes": 102_800_000_000,
                 "contexts": {
                     "2048": sparse_context("token_index", seconds=0.025),
                     "65536": sparse_context("chosen_attention", seconds=0.03),
-                }
+                    "131072": {"needed_bytes": 110_250_000_000},
+                },
             }
         },
         "expert_traffic": {
@@ -411,6 +415,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("published_rows", "1,476"),
         ("families", "0.500"),
         ("sparse_contexts", "1.20"),
+        ("sparse_contexts", "does not fit"),
         ("families", "no room"),
         ("compile_gate", "too large"),
         ("programs", "528"),

@@ -53,6 +53,8 @@ class AttentionWork:
     """Pages of the visits, which are copied one by one."""
     is_of_prompts: bool = False
     """True if the queries are those of prompts."""
+    num_layers: int = 1
+    """Layers with a call of these sizes."""
 
 
 @dataclass(frozen=True)

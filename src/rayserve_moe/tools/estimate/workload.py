@@ -266,6 +266,7 @@ def _mean(works: list[AttentionWork]) -> AttentionWork:
         num_visits=sum(work.num_visits for work in works) / num,
         kv_bytes=sum(work.kv_bytes for work in works) / num,
         num_pages=sum(work.num_pages for work in works) / num,
+        num_layers=num,
     )
 
 

@@ -159,12 +159,13 @@ def _waits_s(
     """Return a step's waits: of expert slots, of sequences, of what attention does not hide, and of collectives."""
     spec, rates = model.spec, calibrated(chip)
     slots_s = work.used_slots * rates.wait_s + (DISPATCH_ENDS_S if backend == LOW_LATENCY else 0.0)
-    kv_bytes = sum(attention.kv_bytes for attention in work.attention.values() if not attention.is_of_prompts)
+    of_singles = (attention for attention in work.attention.values() if not attention.is_of_prompts)
+    kv_bytes = sum(attention.kv_bytes * attention.num_layers for attention in of_singles)
     kv_s = kv_bytes / chip.device_hbm_bytes / rates.hbm_share
-    mixer_s = MIXER_ENDS_S + 2 * tokens.sequences * rates.wait_s + rates.exposed_share * kv_s
+    mixer_s = MIXER_ENDS_S + 2 * tokens.sequences * rates.wait_s
     starts = REST_COLLECTIVES + spec.num_layers * _collectives(model, backend=backend, num_chunks=num_chunks)
     starts_s = starts * (rates.collective_s - OVERHEAD_S)
-    return len(spec.moe_layer_ids) * slots_s + spec.num_layers * mixer_s + starts_s
+    return len(spec.moe_layer_ids) * slots_s + spec.num_layers * mixer_s + rates.exposed_share * kv_s + starts_s
 
 
 def _collectives(model: ModelConfig, *, backend: str, num_chunks: int) -> int:
