@@ -23,6 +23,8 @@ from rayserve_moe.replay.index_rows import check_packed, packed_index, unpacked_
 from rayserve_moe.requests.records import IndexLayout, RoutedExperts
 
 NAME, SGLANG, PACKED = "indexer_topk", "sglang", "packed"
+FORMS = SGLANG, PACKED
+"""Forms in answers, the default first."""
 _WIRE_DTYPE = WIRE_DTYPES["int32"]
 MAX_WIRE_BYTES = 1 << 30
 """Maximum bytes of a choice's rows in SGLang's form; 2,148 tokens of DeepSeek-V3.2."""
