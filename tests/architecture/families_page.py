@@ -26,8 +26,9 @@ the rotation other than YaRN and Llama 3's (and the fixed `alpha` of Hunyuan), a
 not read.
 
 In DeepSeek-V3.2 and GLM-5 (`dsa`), an index chooses the `index_topk` tokens that each token sees. Equal scores go to
-the lower position, so that the choice does not depend on chunks, other requests or drafts. `dsa_shared` layers take the
-choice of the last layer with an index. Contexts of up to `index_topk` tokens have the bits of dense attention.
+the lower position, so that the choice does not depend on chunks, other requests or drafts. A score of NaN is the
+highest, here and in MiniMax-M3: the output shows it. `dsa_shared` layers take the choice of the last layer with an
+index. Contexts of up to `index_topk` tokens have the bits of dense attention.
 
 On TPUs, tokens that see at most `index_topk` tokens are attended by the paged kernel of dense attention. Beyond, a
 kernel scores the keys and chooses, for prompts and single tokens alike, and a kernel attends single tokens to the

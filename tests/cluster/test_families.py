@@ -28,17 +28,17 @@ from tests.cluster.test_hosts import (
 from tests.support.engine.outputs import LOGPROB_TOLERANCE, RECURRENT_TOLERANCE
 from tests.support.models.families import FAMILY_CASES, FamilyCase, write_family
 
-CASES = [pytest.param(case, id=case.name) for case in FAMILY_CASES if not case.variant]
+FIRST = [case for case in FAMILY_CASES if not case.variant]
 HYBRID = ("qwen3_next-0", "qwen3_5_moe_text-0")
 """Cases with recurrent layers."""
-SPARSE = ("deepseek_v32-0", "glm_moe_dsa-0")
-"""Cases with an index, whose rows are compared too."""
+CASES = [pytest.param(case, id=case.name) for case in FIRST]
+KILLED = [pytest.param(case, id=case.name) for case in FIRST if case.name in HYBRID or case.has_index]
 pytestmark = pytest.mark.slow
 
 
 def captured(case: FamilyCase) -> dict[str, object]:
-    """Settings of one process and of hosts."""
-    return {**SETTINGS, "enable_return_indexer_topk": case.name in SPARSE}
+    """Settings of one process and of hosts; rows of an index are compared too."""
+    return {**SETTINGS, "enable_return_indexer_topk": case.has_index}
 
 
 def over(transport: StepTransport, started: StartReport) -> OverTransport:
@@ -60,7 +60,7 @@ def test_two_hosts_answer_as_one_process_for_a_family(case: FamilyCase, raylets:
             assert_same(complete(loop, Tokenizer(path)), wanted, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in HYBRID + SPARSE])
+@pytest.mark.parametrize("case", KILLED)
 def test_states_and_index_rows_outlive_a_host_that_is_killed(case: FamilyCase, raylets: int, tmp_path: Path) -> None:
     """Two data ranks of two devices each, a host per rank: their requests start anew from their tokens.
 

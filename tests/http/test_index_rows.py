@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 
 from rayserve_moe import Engine, extract_indexer_topk_from_meta_info
 from rayserve_moe.replay.encoding import decode_index
+from rayserve_moe.replay.encoding.index import over_sparse_layers
 from rayserve_moe.replay.index_rows import unpacked_rows
 from rayserve_moe.rollouts import Rollout, load
 from rayserve_moe.rollouts.adapters import index_rows, trajectory_of
@@ -22,33 +23,25 @@ from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.rollouts.records import index_layout_of
 from tests.http.conftest import assert_idle, served
 from tests.http.test_journal import RESUME, all_events, begin, pair_over, told_of
+from tests.support.engine.shared_settings import INDEXED
 from tests.support.engine.step_gate import unhurried
 from tests.support.models.families import FAMILY_CASES, write_family
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream, wait_until
 from tests.support.serving.journal_server import OwnJournal
 
-CASE = next(case for case in FAMILY_CASES if case.name == "glm_moe_dsa-1")
-PROMPT = [*range(30, 70)]
+CASES = ("glm_moe_dsa-1", pytest.param("minimax_m3_vl_text-1", marks=pytest.mark.slow))
+"""An index of tokens that layers share, and one of blocks with two heads."""
+PROMPT = [*range(30, 100)]
 NUM_NEW = 8
 ROWS = {"return_routed_experts": True, "return_indexer_topk": True}
 GREEDY = {"temperature": 0, "ignore_eos": True}
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_running_requests": 4,
-    "num_pages": 64,
-    "page_size": 16,
-    "max_step_tokens": 32,
-    "precompile_bs_paddings": [4],
-    "structured_output": False,
-    "enable_return_routed_experts": True,
-    "enable_return_indexer_topk": True,
-}
 
 
-@pytest.fixture(scope="module")
-def sparse(tmp_path_factory):
-    path = write_family(CASE, tmp_path_factory.mktemp("sparse") / "model", seed=5)
-    with Engine(str(path), **SETTINGS) as engine:
+@pytest.fixture(scope="module", params=CASES)
+def sparse(request, tmp_path_factory):
+    (case,) = (case for case in FAMILY_CASES if case.name == request.param)
+    path = write_family(case, tmp_path_factory.mktemp("sparse") / "model", seed=5)
+    with Engine(str(path), **INDEXED) as engine:
         yield engine
 
 
@@ -84,22 +77,36 @@ def rows_of(answer: dict) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def wanted(sparse):
-    """Index rows from the Engine for three layers; the second layer shares the index of the first."""
+def layout(sparse):
+    return sparse.card.index
+
+
+@pytest.fixture(scope="module")
+def wanted(sparse, layout):
+    """Index rows from the Engine for all layers with sparse attention; some may share an index."""
     answer = sparse.generate(input_ids=PROMPT, max_new_tokens=NUM_NEW, **GREEDY, **ROWS)
     rows = extract_indexer_topk_from_meta_info(answer)
-    assert rows.shape == (len(PROMPT) + NUM_NEW - 1, 3, CASE.config["index_topk"])
-    np.testing.assert_array_equal(rows[:, 0], rows[:, 1])
+    assert rows.shape == (len(PROMPT) + NUM_NEW - 1, len(layout.sparse_layer_ids), layout.top_k)
+    np.testing.assert_array_equal(rows, over_sparse_layers(rows[:, own_rows(layout)], layout))
+    assert (rows[-1] != np.arange(layout.top_k)).any()
     return rows
+
+
+def own_rows(layout):
+    """The rows of layers with an index among those of all layers with sparse attention."""
+    if layout.layer_ids == layout.sparse_layer_ids:
+        return np.arange(len(layout.layer_ids))
+    return np.searchsorted(layout.sparse_layer_ids, layout.layer_ids)
 
 
 @pytest.mark.parametrize("form", ["sglang", "packed"])
 @pytest.mark.parametrize("path", BODIES)
-def test_every_route_returns_the_rows_of_the_engine(client, wanted, path, form):
+def test_every_route_returns_the_rows_of_the_engine(client, wanted, layout, path, form):
     answer = ask(client, path, **BODIES[path], **ROWS, indexer_topk_format=form)
     np.testing.assert_array_equal(rows_of(answer), wanted)
     holder = part_of(answer).get("meta_info", part_of(answer))
-    assert holder["indexer_topk_num_layers"] == {"sglang": 3, "packed": 2}[form]
+    of_form = {"sglang": layout.sparse_layer_ids, "packed": layout.layer_ids}[form]
+    assert holder["indexer_topk_num_layers"] == len(of_form)
     assert len(decode_answer(answer).index) == len(wanted)
 
 
@@ -157,18 +164,18 @@ def test_a_stop_string_cuts_index_rows_where_it_cuts_routing(client, wanted, spa
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, CHAT, TOKENS])
-def test_every_route_takes_choices_to_replay(client, wanted, path):
-    """A token that sees itself alone comes back so."""
+def test_every_route_takes_choices_to_replay(client, wanted, layout, path):
+    """A token that sees itself alone, or its own block, comes back so."""
     source = ask(client, GENERATE, **BODIES[GENERATE], **ROWS, routed_experts_format="packed")["meta_info"]
     text = [*PROMPT, *ask(client, GENERATE, **BODIES[GENERATE])["output_ids"]]
-    chosen = wanted[:, [0, 2]].copy()
-    chosen[35] = -1
-    chosen[35, :, 0] = 35
+    chosen = wanted[:, own_rows(layout)]
+    chosen[65] = -1
+    chosen[65, :, 0] = 65 // layout.block_size
     replay = {"forced_routed_experts": source["routed_experts"], "forced_indexer_topk": encoded(chosen)}
     names = {GENERATE: "input_ids", COMPLETIONS: "prompt", CHAT: "input_ids", TOKENS: "token_ids"}
     body = {**BODIES[path], names[path]: text}
     answer = ask(client, path, **body, **ROWS, **replay)
-    np.testing.assert_array_equal(rows_of(answer)[: len(chosen)], chosen[:, [0, 0, 1]])
+    np.testing.assert_array_equal(rows_of(answer)[: len(chosen)], over_sparse_layers(chosen, layout))
     error = check_error(client.post(path, json={**body, **replay, "forced_indexer_topk": "%"}), 400)
     assert error["param"] == "forced_indexer_topk"
 
@@ -177,22 +184,22 @@ def encoded(rows: np.ndarray) -> str:
     return base64.b64encode(rows.astype("<i4").tobytes()).decode()
 
 
-def test_the_client_of_rollouts_gets_packed_rows(sparse_url, wanted):
+def test_the_client_of_rollouts_gets_packed_rows(sparse_url, wanted, layout):
     request = SampleRequest("p", PROMPT, {"max_new_tokens": NUM_NEW, **GREEDY}, seed=1, count=2, returns_index=True)
     with BlockingRolloutClient(sparse_url) as client:
         ((first, second),) = client.generate([request])
     for rollout in (first, second):
         np.testing.assert_array_equal(rollout.index_rows, wanted)
-        assert rollout.index_layout.layer_ids == (0, 2)
+        assert rollout.index_layout.layer_ids == layout.layer_ids
 
 
-def test_a_job_keeps_index_rows_in_its_shards(sparse_url, wanted, tmp_path):
+def test_a_job_keeps_index_rows_in_its_shards(sparse_url, wanted, layout, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"input_ids": PROMPT, "sampling_params": GREEDY}) + "\n")
     arguments = ["--prompts", str(prompts), "--url", sparse_url, "--max-new-tokens", str(NUM_NEW), "--index-rows"]
     assert main([*arguments, "--out", str(tmp_path / "out"), "--n", "2"]) == 0
     loaded = load(tmp_path / "out")
-    assert len(loaded) == 2 and index_layout_of(loaded, 0).layer_ids == (0, 2)
+    assert len(loaded) == 2 and index_layout_of(loaded, 0).layer_ids == layout.layer_ids
     for sample in range(2):
         np.testing.assert_array_equal(loaded.index_rows(sample), wanted)
         trajectory = trajectory_of([loaded_rollout(loaded, sample)])
@@ -230,8 +237,25 @@ def test_a_request_goes_on_with_its_index_rows(sparse, wanted):
         assert pair.journals["b"].statistics()["resumed"] == 2
 
 
-def test_packed_rows_are_those_of_the_indexes(client, wanted):
+def test_packed_rows_are_those_of_the_indexes(client, wanted, layout):
     meta = ask(client, GENERATE, **BODIES[GENERATE], **ROWS, indexer_topk_format="packed")["meta_info"]
-    packed, layout = decode_index(meta["indexer_topk"], meta["indexer_topk_info"])
-    assert layout.sparse_layer_ids == (0, 1, 2)
-    np.testing.assert_array_equal(unpacked_rows(packed, num_layers=2, top_k=layout.top_k), wanted[:, [0, 2]])
+    packed, described = decode_index(meta["indexer_topk"], meta["indexer_topk_info"])
+    assert replace(described, max_bytes=layout.max_bytes) == layout
+    rows = unpacked_rows(packed, num_layers=len(layout.layer_ids), top_k=layout.top_k)
+    np.testing.assert_array_equal(rows, wanted[:, own_rows(layout)])
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
+def test_every_choice_has_its_own_rows(client, sparse, path):
+    """Of prompts that are cached, too: they are those of its tokens as a prompt that is computed anew."""
+    body = json.loads(json.dumps(BODIES[path]))
+    (body["sampling_params"] if path == GENERATE else body).update(n=3, temperature=1.0)
+    body = {**body, "return_token_ids": True} if path == COMPLETIONS else body
+    answer = ask(client, path, **body, **ROWS)
+    choices = answer["choices"] if path == COMPLETIONS else answer
+    found = [choice["token_ids" if path == COMPLETIONS else "output_ids"] for choice in choices]
+    assert len({*map(tuple, found)}) == 3
+    for choice, ids in zip(choices, found, strict=True):
+        alone = sparse.generate(input_ids=[*PROMPT, *ids], max_new_tokens=0, cache_salt="alone", **ROWS)
+        rows = extract_indexer_topk_from_meta_info(choice)
+        np.testing.assert_array_equal(rows, extract_indexer_topk_from_meta_info(alone)[:-1])

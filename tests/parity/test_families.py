@@ -31,8 +31,7 @@ class Served:
         self.path = model.save(directory)
         self.reference = comparison.reference_of(model, seed=case.variant, case=case.name)
         self._running, self._engines = running, {}
-        has_index = not {"index_topk", "index_topk_blocks"}.isdisjoint(case.config)
-        self._captured = {"enable_return_indexer_topk": has_index}
+        self._captured = {"enable_return_indexer_topk": case.has_index}
 
     def engine(self, **settings: Any) -> Engine:
         """The engine with these settings, started once."""

@@ -10,7 +10,8 @@ import pytest
 
 from rayserve_moe import Engine, extract_indexer_topk_from_meta_info
 from rayserve_moe.requests.records import RequestError
-from tests.pipelines.test_index_rows import PROMPTS, SETTINGS, experts_of, read_by, replayed
+from tests.pipelines.test_index_rows import PROMPTS, experts_of, read_by, replayed
+from tests.support.engine.shared_settings import INDEXED
 from tests.support.models.families import FAMILY_CASES, write_family
 from tests.support.models.full_logits import prompt_outputs_of
 
@@ -23,7 +24,7 @@ ROWS = [0, 0, 1, 1, 2, 2]
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     path: Path = write_family(CASE, tmp_path_factory.mktemp("blocks") / "model", seed=5)
-    with Engine(str(path), enable_return_indexer_topk=True, **SETTINGS) as engine:
+    with Engine(str(path), **INDEXED) as engine:
         yield engine
 
 

@@ -15,22 +15,13 @@ from rayserve_moe import Engine, extract_indexer_topk_from_meta_info, extract_ro
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.requests.records import RequestError
 from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, StepPlan, StepResult
+from tests.support.engine.shared_settings import INDEXED
 from tests.support.models.families import FAMILY_CASES, write_family
 from tests.support.models.full_logits import prompt_outputs_of
 
 CASE = next(case for case in FAMILY_CASES if case.name == "glm_moe_dsa-1")
 TOP_K, LAYERS, WITH_INDEX = CASE.config["index_topk"], [0, 1, 2], [0, 2]
 PROMPTS = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (5, 40, 70)]
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_running_requests": 4,
-    "num_pages": 64,
-    "page_size": 16,
-    "max_step_tokens": 32,
-    "precompile_bs_paddings": [4],
-    "structured_output": False,
-    "enable_return_routed_experts": True,
-}
 REPLAYED = {"max_new_tokens": 0, "temperature": 0}
 
 
@@ -41,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Iterator[Engine]:
-    with Engine(str(checkpoint), enable_return_indexer_topk=True, **SETTINGS) as engine:
+    with Engine(str(checkpoint), **INDEXED) as engine:
         yield engine
 
 
@@ -114,6 +105,19 @@ def test_a_replay_has_the_log_probs_of_the_run_and_an_altered_choice_is_seen(eng
         assert abs(ours[position] - theirs[position]) > 1e-3
 
 
+def test_packed_rows_are_the_same_and_can_be_forced(engine: Engine, answers: list[dict]):
+    asked = {"sampling_params": REPLAYED, "return_indexer_topk": True, "indexer_topk_format": "packed"}
+    found = engine.generate(input_ids=PROMPTS, **asked)
+    for answer, prompt, whole in zip(found, PROMPTS, answers, strict=True):
+        assert isinstance(answer["meta_info"]["indexer_topk"], dict)
+        rows = extract_indexer_topk_from_meta_info(answer)
+        np.testing.assert_array_equal(rows, extract_indexer_topk_from_meta_info(whole)[: len(prompt)])
+    forced = {"forced_routed_experts": experts_of(engine, answers[1])[: len(PROMPTS[1])]}
+    index = {"forced_indexer_topk": found[1]["meta_info"]["indexer_topk"]}
+    again = engine.generate(input_ids=PROMPTS[1], **asked, **forced, **index)
+    assert again["meta_info"]["indexer_topk"] == found[1]["meta_info"]["indexer_topk"]
+
+
 def test_forced_choices_come_back_as_rows(engine: Engine, answers: list[dict]):
     rows = extract_indexer_topk_from_meta_info(answers[1])
     rows[35] = -1
@@ -131,7 +135,7 @@ def test_forced_choices_come_back_as_rows(engine: Engine, answers: list[dict]):
 @pytest.mark.slow
 def test_four_devices_choose_and_replay_as_one(engine: Engine, answers: list[dict], checkpoint: Path):
     """Two data ranks of two devices: prompts of a batch, and their forced choices, are on either."""
-    spread = {**SETTINGS, "enable_return_indexer_topk": True, "devices_per_host": 4, "data_parallel_size": 2}
+    spread = {**INDEXED, "devices_per_host": 4, "data_parallel_size": 2}
     rows = [extract_indexer_topk_from_meta_info(answer) for answer in answers]
     altered = [each.copy() for each in rows]
     for each in altered:
@@ -152,8 +156,7 @@ def test_more_choices_than_a_step_can_force_are_spread_over_steps(checkpoint: Pa
     """Two prompts at once, whose tokens would fit into a step."""
     prompts = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (300, 170)]
     planned: list[int] = []
-    settings = {**SETTINGS, "max_step_tokens": 512, "enable_return_indexer_topk": True}
-    with Engine(str(checkpoint), **settings) as engine:
+    with Engine(str(checkpoint), **INDEXED | {"max_step_tokens": 512}) as engine:
         free = engine.generate(
             input_ids=prompts, sampling_params=REPLAYED, return_routed_experts=True, return_indexer_topk=True
         )
@@ -185,9 +188,9 @@ def test_more_choices_than_a_step_can_force_are_spread_over_steps(checkpoint: Pa
     ("changed", "message"),
     [
         ({(0, 2, 0): 4}, "row 0 must hold ascending positions up to 0"),
-        ({(4, 2, 3): 2}, "no position may appear twice in a row"),
-        ({(0, 2, 0): -1}, "every row needs a position"),
-        ({(4, 2, 4): -2}, "positions must be at least 0"),
+        ({(4, 2, 3): 2}, "no entry may appear twice in a row"),
+        ({(0, 2, 0): -1}, "every row needs an entry"),
+        ({(4, 2, 4): -2}, "entries must be at least 0"),
         ({(4, 1, 4): -1}, "layers that share an index must have the same rows"),
     ],
 )
@@ -222,7 +225,7 @@ def test_choices_need_experts_of_the_same_positions(engine: Engine, answers: lis
 
 def test_a_server_of_short_contexts_keeps_no_index_keys(engine: Engine, checkpoint: Path):
     """It answers alike: all tokens before one are within the choice. Without capture, it says how to get rows."""
-    short = {**SETTINGS, "max_model_len": TOP_K, "page_size": 8}
+    short = {**INDEXED, "enable_return_indexer_topk": False, "max_model_len": TOP_K, "page_size": 8}
     sampling = {"max_new_tokens": 15, "temperature": 0, "ignore_eos": True}
     wanted = engine.generate(input_ids=PROMPTS[0], sampling_params=sampling)["output_ids"]
     with Engine(str(checkpoint), **short) as plain:
@@ -235,4 +238,4 @@ def test_a_server_of_short_contexts_keeps_no_index_keys(engine: Engine, checkpoi
 def test_a_model_without_an_index_has_no_rows(tmp_path: Path):
     other = write_family(FAMILY_CASES[0], tmp_path / "other", seed=5)
     with pytest.raises(SettingsError, match="qwen3_moe has no sparse attention with an index"):
-        Engine(str(other), enable_return_indexer_topk=True, **SETTINGS)
+        Engine(str(other), **INDEXED)

@@ -36,9 +36,10 @@ from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
 from rayserve_moe.execution.weights.tensor_staging import TensorStaging
-from rayserve_moe.inprocess.arguments import Prompts, prompts_from, requests_from, single_prompt_from
+from rayserve_moe.inprocess.arguments import INDEX_FORM, Prompts, prompts_from, requests_from, single_prompt_from
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.parallel.mesh import local_devices, plan_for
+from rayserve_moe.replay.encoding import INDEX_FORMS
 from rayserve_moe.requests.records import ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
@@ -255,7 +256,8 @@ class Engine:
             return_logprob=bool(keywords.get("return_logprob")),
         )
         answer["meta_info"] |= native_routing(request, result, layout=self.card.routing)
-        answer["meta_info"] |= index_fields(request, result, layout=self.card.index)
+        form = keywords.get(INDEX_FORM) or INDEX_FORMS[0]
+        answer["meta_info"] |= index_fields(request, result, layout=self.card.index, form=form)
         return answer
 
 

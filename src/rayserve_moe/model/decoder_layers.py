@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rayserve_moe.experts.layer import LayerRouting
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.layer_runs import LayerRun
-from rayserve_moe.model.layers.kinds import FfnRows
+from rayserve_moe.model.layers.kinds import FfnRows, LayerInputs
 from rayserve_moe.model.layers.table import FFNS, MIXERS
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools, StepInputs
 from rayserve_moe.model.spec import LayerSpec
@@ -138,15 +138,15 @@ def mixer_block(
     """
     mixer, own, weights = MIXERS[kind.mixer], config.spec.mixer(kind.mixer), params[kind.mixer]
     hidden_TD, added_TD, layer, pools = carry.hidden_TD, carry.added_TD, place.of_mixer, {**carry.pools, **carry.passed}
-    begun = None
+    begun, of_layer = None, LayerInputs(weights, inputs, layer, config)
     if mixer.begin is not None:
-        begun = mixer.begin(own, weights, (hidden_TD, added_TD), inputs, layer=layer, config=config)
+        begun = mixer.begin(own, (hidden_TD, added_TD), of_layer)
     if begun is None:
         hidden_TD, normed_TD = _add_and_norm(hidden_TD, added_TD, weights["norm_LD"], layer, config)
-        out_TD, pools = mixer.apply(own, weights, (normed_TD, pools), inputs, layer=layer, config=config)
+        out_TD, pools = mixer.apply(own, (normed_TD, pools), of_layer)
     else:
         hidden_TD, made = begun
-        out_TD, pools = mixer.apply(own, weights, (hidden_TD, pools), inputs, layer=layer, config=config, made=made)
+        out_TD, pools = mixer.apply(own, (hidden_TD, pools), of_layer, made=made)
     added_TD = _addend(params, out_TD, "mixer", kind=kind, layer=place.layer, config=config)
     return *_add_and_norm(hidden_TD, added_TD, params["mlp_norm"]["scale"], place.layer, config), pools
 

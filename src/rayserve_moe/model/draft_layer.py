@@ -14,7 +14,7 @@ import numpy as np
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.decoder_layers import LayerPlace, apply_layer, first_carry, norm_rows, step_inputs
 from rayserve_moe.model.draft_spec import DraftSpec
-from rayserve_moe.model.layers.kinds import FfnRows
+from rayserve_moe.model.layers.kinds import FfnRows, LayerInputs
 from rayserve_moe.model.layers.table import FFNS, MIXERS
 from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools, StepInputs
 from rayserve_moe.model.transformer import ForwardOutput, embedded, normed_logits, words_of
@@ -126,8 +126,7 @@ def _unnormed_layer(params: Parameters, rows: Rows, *, inputs: StepInputs, confi
 def _mixed(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:
     """Return the output of the only layer's mixer, and the pools."""
     (own,) = config.spec.mixers
-    layer = jnp.asarray(FIRST)
-    return MIXERS[own.kind].apply(own, params[own.kind], rows, inputs, layer=layer, config=config)
+    return MIXERS[own.kind].apply(own, rows, LayerInputs(params[own.kind], inputs, jnp.asarray(FIRST), config))
 
 
 def _after_mixer(params: Parameters, rows: Rows, *, inputs: StepInputs, config: ModelConfig) -> Rows:

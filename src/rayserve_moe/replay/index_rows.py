@@ -61,16 +61,23 @@ def unpacked_rows(packed: np.ndarray, *, num_layers: int, top_k: int) -> np.ndar
 
 
 def check_packed(packed: bytes, *, num_layers: int, top_k: int) -> None:
-    """Raise ValueError unless bytes from outside are a packed row with 1 to `top_k` positions for each index."""
+    """Raise ValueError unless bytes from outside are a packed row with 1 to `top_k` int32 entries for each index."""
     if len(packed) < 4 * num_layers:
         raise ValueError("a packed row is shorter than its counts")
     counts = np.frombuffer(packed, "<i4", num_layers).astype(np.int64)
     if not ((np.abs(counts) >= 1) & (np.abs(counts) <= top_k)).all():
-        raise ValueError(f"a packed row must hold 1 to {top_k} positions for each index")
+        raise ValueError(f"a packed row must hold 1 to {top_k} entries for each index")
     num_gaps, first = int(counts[counts > 0].sum()), 4 * num_layers
-    large = np.frombuffer(packed[first : first + num_gaps], np.uint8) == LARGE
-    if len(packed) != first + num_gaps + 4 * int(large.sum()):
+    gaps = np.frombuffer(packed[first : first + num_gaps], np.uint8).astype(np.int64)
+    is_large = gaps == LARGE
+    num_large = int(is_large.sum())
+    if len(packed) != first + num_gaps + 4 * num_large:
         raise ValueError("a packed row has another length than its counts say")
+    if num_large:
+        gaps[is_large] = np.frombuffer(packed, "<u4", offset=first + num_gaps)
+        index_of_gap = np.repeat(np.arange(num_layers), np.maximum(counts, 0))
+        if (np.bincount(index_of_gap, weights=gaps + 1) > np.iinfo(np.int32).max).any():
+            raise ValueError("a packed row must hold entries below 2147483647")
 
 
 class IndexStore:

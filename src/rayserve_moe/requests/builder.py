@@ -6,7 +6,7 @@ Schemas validate HTTP bodies; `Engine`, `LLM` and rollout jobs validate theirs w
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ _OPTIONS = _by_name(GenerationRequest)
 _SAMPLING, _CONSTRAINTS = _by_name(SamplingParams), _by_name(ConstraintFields)
 
 
-def read_given(given: Given, *, options: Collection[str] = ()) -> dict[str, Any]:
+def read_given(given: Given, *, options: Set[str] = frozenset()) -> dict[str, Any]:
     """Return values in the engine's form, under their given names, without None.
 
     Raises: RequestError for a wrong value, and for a name that is neither a sampling parameter of any dialect nor in
@@ -50,8 +50,9 @@ def read_given(given: Given, *, options: Collection[str] = ()) -> dict[str, Any]
     for name, value in given.items():
         fields = _OPTIONS.get(name) if name in options else _SAMPLING.get(name) or _CONSTRAINTS.get(name, [])
         if fields == []:
-            known = ", ".join(sorted(_SAMPLING.keys() | _CONSTRAINTS.keys()))
-            raise RequestError(f"unknown sampling parameter {name!r}; known: {known}", name)
+            known = ", ".join(sorted(_SAMPLING.keys() | _CONSTRAINTS.keys() | options))
+            kind = "argument" if options else "sampling parameter"
+            raise RequestError(f"unknown {kind} {name!r}; known: {known}", name)
         if value is not None:
             read[name] = _read(fields[0], value, name) if fields else value
     return read

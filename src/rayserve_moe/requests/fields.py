@@ -178,6 +178,16 @@ HIDDEN_STATES = Values(
         "should be true, false or last",
     ),
 )
+
+
+def one_of(*names: str) -> Values:
+    """Return the values of a field with a name among `names`."""
+    return Values(
+        {"enum": list(names)},
+        partial(_read, lambda it: isinstance(it, str) and it in names, str, f"should be {' or '.join(names)}"),
+    )
+
+
 COUNT = whole(0, INT32_MAX)
 FLAG = Values({"type": "boolean"}, partial(_read, lambda it: isinstance(it, bool), bool, "should be true or false"))
 BUDGET = whole(-1, INT32_MAX)

@@ -62,7 +62,7 @@ def case(request: pytest.FixtureRequest) -> FamilyCase:
 @pytest.fixture(scope="session")
 def core_settings(core_settings: dict[str, Any], case: FamilyCase) -> dict[str, Any]:
     """What is set for every engine of the core model, and the capture of an index where there is one."""
-    return {**core_settings, "enable_return_indexer_topk": "index_topk" in case.config}
+    return {**core_settings, "enable_return_indexer_topk": case.has_index}
 
 
 @pytest.fixture(scope="session")

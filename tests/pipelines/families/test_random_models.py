@@ -78,7 +78,7 @@ def test_outcomes_do_not_depend_on_scheduling(case: FamilyCase, kernels: str, tm
     """Nor on what is cached, and there is a row of distinct experts per token and layer."""
     path, page_size = written(case, tmp_path), random.Random(f"{case.name} page").choice(page_sizes(case))
     sizes = {**TWO_SHAPES, "page_size": page_size, "num_pages": PAGES[page_size]}
-    captured = {"enable_return_routed_experts": True, "enable_return_indexer_topk": "index_topk" in case.config}
+    captured = {"enable_return_routed_experts": True, "enable_return_indexer_topk": case.has_index}
     runner = prepared_runner(path, **captured, **sizes, **KERNELS[kernels])
     card, way = card_of(path, **captured), replace(WAY, page_size=page_size, num_pages=PAGES[page_size])
     requests = workload(case)

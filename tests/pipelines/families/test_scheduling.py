@@ -48,7 +48,7 @@ def workload() -> list[GenerationRequest]:
 @pytest.fixture(scope="module")
 def captured(case: FamilyCase) -> dict[str, bool]:
     """Settings: rows of routing, and of the index of a model that has one."""
-    return {"enable_return_routed_experts": True, "enable_return_indexer_topk": "index_topk" in case.config}
+    return {"enable_return_routed_experts": True, "enable_return_indexer_topk": case.has_index}
 
 
 @pytest.fixture(scope="module")

@@ -441,6 +441,11 @@ class FamilyCase:
     def name(self) -> str:
         return f"{self.family}-{self.variant}"
 
+    @property
+    def has_index(self) -> bool:
+        """True if an index chooses the tokens or blocks that a token sees."""
+        return not {"index_topk", "index_topk_blocks"}.isdisjoint(self.config)
+
 
 FAMILY_CASES = tuple(
     FamilyCase(family, variant, {**_SIZES, **config})

@@ -49,8 +49,15 @@ def test_sampling_is_named_as_in_sglang() -> None:
 
 
 def test_an_unknown_parameter_is_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature'"):
+    with pytest.raises(RequestError, match=r"unknown argument 'temprature'; known: .*indexer_topk_format.*temperature"):
         requests_with(temprature=1)
+    with pytest.raises(RequestError, match=r"unknown sampling parameter 'indexer_topk_format'; known: .*temperature"):
+        requests_with(PROMPTS, {"indexer_topk_format": "packed"})
+
+
+def test_a_form_of_index_rows_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="indexer_topk_format should be sglang or packed"):
+        requests_with(indexer_topk_format="npy")
 
 
 @pytest.mark.parametrize(

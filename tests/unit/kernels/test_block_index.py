@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.families import FAMILY_CASES, config_of
-from tests.unit.kernels.latent_runs import CUTS, LAYER, LENGTH, NUM_PAGES, PAGE, Chunks, batch_of
+from tests.unit.kernels.latent_runs import CUTS, LAYER, LENGTH, NUM_PAGES, PAGE, PAGES, Chunks, batch_of
 
 KERNELS_OF = {"cpu": jnp.float32, "cpu_native": jnp.bfloat16, "tpu": jnp.float32}
 """Dtypes by table. Block-sparse attention of TPUs is by XLA, over their rows."""
@@ -126,8 +127,11 @@ def compiled(kernels: str, name: str, top_k: int):
     return jax.jit(layer)
 
 
-def run(kernels: str, name: str, chunks: Chunks, *, top_k: int = 0) -> Found:
-    """The choice and the outputs of a sequence, and the outputs of dense attention. What no token wrote is NaN."""
+def run(kernels: str, name: str, chunks: Chunks, *, top_k: int = 0, nan_keys: Sequence[int] = ()) -> Found:
+    """The choice and the outputs of a sequence, and the outputs of dense attention. What no token wrote is NaN.
+
+    Keys of the index at `nan_keys` are NaN after the first chunk.
+    """
     spec, dtype = model_of(name), KERNELS_OF[kernels]
     own, index = mixer_of(spec), INDEXES[name]
     hidden = np.random.default_rng(9).standard_normal((LENGTH, spec.hidden_size)).astype(np.float32)
@@ -146,8 +150,15 @@ def run(kernels: str, name: str, chunks: Chunks, *, top_k: int = 0) -> Found:
         layer = compiled(kernels, name, top_k or index.top_k)
         *parts, pools = layer(jnp.asarray(padded, dtype), weights_of(kernels, name), pools, batch)
         found.append([np.asarray(part)[places] for part in parts])
+        if not first:
+            pools = pools[0], _with_nan(pools[1], np.asarray(nan_keys, np.int32))
         first += count
     return Found(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+
+
+def _with_nan(pool: jax.Array, positions: np.ndarray) -> jax.Array:
+    rows = LAYER * NUM_PAGES * PAGE + PAGES[positions // PAGE] * PAGE + positions % PAGE
+    return pool.reshape(-1, *pool.shape[2:]).at[rows].set(jnp.nan).reshape(pool.shape)
 
 
 @pytest.fixture(params=KERNELS_OF)
@@ -184,6 +195,19 @@ def test_contexts_within_the_choice_have_the_bits_of_dense_attention(kernels: st
     assert (found.outputs_TD[limit:] != found.dense_TD[limit:]).any(axis=1).all()
     whole = run(kernels, name, CUTS["a prompt, then decoding"], top_k=LENGTH)
     np.testing.assert_array_equal(whole.outputs_TD, whole.dense_TD)
+
+
+@pytest.mark.parametrize("num_nan", [1, 9], ids=["fewer than are chosen", "more"])
+def test_blocks_with_a_key_that_is_nan_are_chosen_by_every_table(kernels: str, num_nan: int):
+    """A set without them would hide that a token is not finite; the first key of a block is, and the last."""
+    name, generator = "blocks within a span", np.random.default_rng(4)
+    index = INDEXES[name]
+    blocks = np.sort(generator.permutation(LENGTH // index.block_size - 1)[:num_nan])
+    places = np.concatenate([blocks[::2] * index.block_size, (blocks[1::2] + 1) * index.block_size - 1])
+    found = run(kernels, name, [LENGTH - 1, 1], nan_keys=places)
+    wanted = {*blocks.tolist(), (LENGTH - 1) // index.block_size}
+    for chosen in found.chosen_TAK[-1]:
+        assert {*sorted(wanted)[: index.top_k]} <= {*chosen.tolist()} and (chosen >= 0).all()
 
 
 @pytest.mark.parametrize("name", INDEXES)

@@ -22,6 +22,7 @@ def test_ordered_scores_compare_as_scores_do():
     scores = np.float32([-np.inf, -3.5, -1e-30, -0.0, 0.0, 1e-30, 2.0, np.inf])
     found = np.asarray(ordered(jnp.asarray(scores)))
     np.testing.assert_array_equal(found[:, None] < found, scores[:, None] < scores)
+    assert (np.asarray(ordered(jnp.float32([np.nan, -np.nan]))) == found[-1]).all()
 
 
 def test_blocks_of_keys_are_whole_rows_of_scores():

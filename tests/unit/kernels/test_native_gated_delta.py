@@ -22,6 +22,7 @@ from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.model.families.qwen3_5_moe_text import spec_from_hf
 from rayserve_moe.model.layers import gated_delta
 from rayserve_moe.model.layers.gated_delta import KIND, STATE, GatedDelta
+from rayserve_moe.model.layers.kinds import LayerInputs
 from rayserve_moe.model.model_config import ModelConfig, StepInputs
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.kernels.native_kernels import need_native_kernels
@@ -91,9 +92,8 @@ def program_of(own: GatedDelta, kernels: Kernels, dtype: str, num_singles: int):
     def run(weights, hidden_TD, pools, batch):
         batch = TokenBatch(**batch, num_singles=num_singles)
         step = gated_delta.prepare(own, batch, {STATE: tuple(pools)}, config=config)
-        inputs = StepInputs(batch, batch.valid_T, {KIND: step})
-        rows = hidden_TD.astype(dtype), {STATE: tuple(pools)}
-        out_TD, pools = gated_delta.apply(own, weights, rows, inputs, layer=jnp.int32(LAYER), config=config)
+        inputs = LayerInputs(weights, StepInputs(batch, batch.valid_T, {KIND: step}), jnp.int32(LAYER), config)
+        out_TD, pools = gated_delta.apply(own, (hidden_TD.astype(dtype), {STATE: tuple(pools)}), inputs)
         return out_TD, DeltaPools(*pools[STATE])
 
     return weights, run

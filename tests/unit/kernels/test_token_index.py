@@ -20,7 +20,7 @@ from rayserve_moe.kernels.table import KERNELS, SPARSE_ATTENTION
 from rayserve_moe.kernels.token_index import IndexConfig
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.unit.kernels.latent_cases import LatentModel
-from tests.unit.kernels.latent_runs import CUTS, LAYER, LENGTH, NUM_PAGES, PAGE, THETA, Chunks, batch_of, drawn
+from tests.unit.kernels.latent_runs import CUTS, LAYER, LENGTH, NUM_PAGES, PAGE, PAGES, THETA, Chunks, batch_of, drawn
 
 MODEL = LatentModel(64, q_lora=34)
 HEADS, WIDTH, TOP_K = 6, 18, 40
@@ -53,6 +53,24 @@ def test_equal_scores_go_to_the_lower_position():
     for query, position in enumerate(positions[0]):
         products = np.maximum(queries[0, query] @ keys[: position + 1].T, 0)
         np.testing.assert_array_equal(chosen[0, query], expected(weights[0, query] @ products, 10))
+
+
+def test_nan_counts_as_infinite_and_minus_infinity_is_a_score():
+    """Of equal ones the lower position is chosen; minus infinity comes after all numbers, but before unseen keys."""
+    inf, nan = np.inf, np.nan
+    keys = np.array([0, 1, nan, 3, -1, inf, 2, nan, inf, inf, 4, 0, inf, 1, 2, nan], np.float32)
+    weights, positions = np.array([1, -1, 1, -1], np.float32), np.array([[14, 14, 6, 12]], np.int32)
+    places = BlockPlaces(jnp.asarray([[0]]), jnp.asarray(positions))
+    chosen = choose_tokens(
+        jnp.ones((1, 4, 1, 1)),
+        jnp.asarray(weights.reshape(1, 4, 1)),
+        jnp.asarray(keys.reshape(1, 16, 1, 1)),
+        places,
+        top_k=6,
+    )
+    for found, weight, position in zip(np.asarray(chosen[0]), weights, positions[0], strict=True):
+        scores = weight * np.maximum(keys[: position + 1], 0)
+        np.testing.assert_array_equal(found, expected(np.where(np.isnan(scores), inf, scores), 6))
 
 
 def test_a_context_within_the_choice_is_seen_whole():
@@ -163,6 +181,23 @@ def test_native_kernels_choose_by_the_scores_of_the_definition():
     assert np.mean(np.array(common[TOP_K:]) / TOP_K) > 0.95
     scale = np.sqrt(np.mean(exact.outputs_TD**2))
     assert np.median(np.abs(native.outputs_TD - exact.outputs_TD)) < 0.03 * scale
+
+
+NAN_KEYS = {"fewer than are chosen": (3, 17, 18, 60), "more": tuple(range(5, 5 + 2 * TOP_K, 2))}
+
+
+@pytest.mark.parametrize("places", NAN_KEYS.values(), ids=NAN_KEYS.keys())
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["plain", "fp8"])
+def test_keys_that_are_nan_are_chosen_by_every_table(kernels: str, places: tuple[int, ...], is_narrow: bool):
+    """A set without them would hide that a token is not finite: all that see it are not, either."""
+    dtype = BITS_OF_FP8[kernels] if is_narrow else KERNELS_OF[kernels]
+    zeros = jnp.zeros((MODEL.num_layers * NUM_PAGES, PAGE, 1, WIDTH), KERNELS_OF[kernels]).astype(dtype)
+    _, pool = chosen_over(kernels, zeros, first=0, count=LENGTH - 1)
+    rows = LAYER * NUM_PAGES * PAGE + PAGES[np.array(places) // PAGE] * PAGE + np.array(places) % PAGE
+    nan = np.uint8(0x7F) if dtype == jnp.uint8 else jnp.nan
+    pool = pool.reshape(-1, WIDTH).at[rows].set(nan).reshape(pool.shape)
+    (chosen,), _ = chosen_over(kernels, pool, first=LENGTH - 1, count=1)
+    assert (chosen >= 0).all() and {*places[:TOP_K]} <= {*chosen.tolist()}
 
 
 BITS_OF_FP8 = {"cpu": jnp.uint8, "cpu_native": jnp.float8_e4m3fn}

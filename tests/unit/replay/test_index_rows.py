@@ -121,6 +121,8 @@ def packed_as(*rows: bytes, **fields: Any) -> dict:
 
 
 COUNTS = np.array([-1, -1], "<i4").tobytes()
+FAR = np.array([2, -1], "<i4").tobytes() + bytes([3, 255]) + np.array([2**31 - 5], "<u4").tobytes()
+"""A packed row whose second position is one more than int32 positions may be."""
 
 
 @pytest.mark.parametrize(
@@ -142,11 +144,12 @@ COUNTS = np.array([-1, -1], "<i4").tobytes()
         ("packed", packed_as(COUNTS, COUNTS, lengths=[8]), "lengths that add up"),
         ("packed", packed_as(COUNTS, lengths=[-1, 9]), "lengths that add up"),
         ("packed", packed_as(COUNTS[:4], COUNTS, COUNTS), "shorter than its counts"),
-        ("packed", packed_as(np.array([-1, 0], "<i4").tobytes(), COUNTS, COUNTS), "1 to 6 positions"),
-        ("packed", packed_as(np.array([-1, -7], "<i4").tobytes(), COUNTS, COUNTS), "1 to 6 positions"),
-        ("packed", packed_as(np.array([-1, -(2**31)], "<i4").tobytes(), COUNTS, COUNTS), "1 to 6 positions"),
+        ("packed", packed_as(np.array([-1, 0], "<i4").tobytes(), COUNTS, COUNTS), "1 to 6 entries"),
+        ("packed", packed_as(np.array([-1, -7], "<i4").tobytes(), COUNTS, COUNTS), "1 to 6 entries"),
+        ("packed", packed_as(np.array([-1, -(2**31)], "<i4").tobytes(), COUNTS, COUNTS), "1 to 6 entries"),
         ("packed", packed_as(np.array([2, -1], "<i4").tobytes() + b"a", COUNTS, COUNTS), "another length"),
         ("packed", packed_as(np.array([1, -1], "<i4").tobytes() + b"\xff", COUNTS, COUNTS), "another length"),
+        ("packed", packed_as(FAR, COUNTS, COUNTS), "entries below 2147483647"),
     ],
 )
 def test_rows_that_do_not_match_their_description_are_refused(form: str, fields: dict, message: str):

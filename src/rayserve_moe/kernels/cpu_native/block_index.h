@@ -60,8 +60,8 @@ struct BlockPeaks {
       const int64_t block = first / size, last = std::min({key + kPanel, end, (block + 1) * size});
       F16 peak = load(lanes);
       const uint32_t here = uint32_t(keys_in({first - key, last - key}));
-      peak = either(Mask(here), most(peak, products.low), peak);
-      peak = either(Mask(here >> 16), most(peak, products.high), peak);
+      peak = either(Mask(here), most(peak, least(products.low, all(INFINITY))), peak);  // NaN is infinite
+      peak = either(Mask(here >> 16), most(peak, least(products.high, all(INFINITY))), peak);
       put(lanes, peak);
       if (last == (block + 1) * size || last == end) {
         scores[block] = largest_of(peak);

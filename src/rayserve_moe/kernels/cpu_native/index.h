@@ -76,14 +76,18 @@ inline Fp8 narrowed(float x) {
   return {int8_t(sign | int8_t(rounded - (120 << 3)))};
 }
 
-// Widens a key of e4m3; bfloat16 holds all of its numbers.
+// Widens a key of e4m3; bfloat16 holds all of its numbers. `wide` makes 480 of NaN.
 inline void widen_key(const Fp8* from, bf16* to, int64_t width) {
+  const auto widened = [](const Fp8* numbers) {
+    const F16 x = wide(numbers) * all(kUnit<Fp8>);
+    return either(Mask(is_more(x, all(448.0f)) | is_more(all(-448.0f), x)), all(NAN), x);
+  };
   int64_t i = 0;
-  for (; i + 16 <= width; i += 16) store(to + i, wide(from + i) * all(kUnit<Fp8>));
+  for (; i + 16 <= width; i += 16) store(to + i, widened(from + i));
   if (i == width) return;
   Fp8 rest[16] = {};
   std::copy(from + i, from + width, rest);
-  store(to + i, wide(rest) * all(kUnit<Fp8>), lanes_of(i, width));
+  store(to + i, widened(rest), lanes_of(i, width));
 }
 
 inline void rotate_head(bf16* head, int64_t t, const IndexShapes& s, const IndexArrays& a) {
@@ -177,8 +181,8 @@ inline void score_keys(BlockTokens tokens, Range here, const IndexShapes& s, con
         multiply_rows(rows.queries.data() + t * s.heads() * s.head, s.head, s.heads(), s.head, panels,
                       [&](int64_t h, const Pair(&products)[1]) {
                         const F16 weight = all(weights[h]);
-                        low = fma(weight, most(products[0].low, zeros()), low);
-                        high = fma(weight, most(products[0].high, zeros()), high);
+                        low = fma(weight, most(zeros(), products[0].low), low);  // the second one, if it is NaN
+                        high = fma(weight, most(zeros(), products[0].high), high);
                       }, tiles ? &*tiles : nullptr);
         float* const target = rows.scores.data() + rows.first[t] + key;
         put(target, lanes_of(key, end), low);
@@ -188,9 +192,9 @@ inline void score_keys(BlockTokens tokens, Range here, const IndexShapes& s, con
   }
 }
 
-// Orders by descending score. -0 is 0, and what is not a number is less than any.
+// Orders by descending score. -0 is 0, and NaN is infinite: what is not finite is chosen, and shows in the output.
 inline uint32_t order_of(float score) {
-  const float plain = score == score ? score + 0.0f : -INFINITY;
+  const float plain = score == score ? score + 0.0f : INFINITY;
   const uint32_t bits = bits_of<uint32_t>(plain);
   return bits >> 31 ? bits : ~(bits | 0x80000000u);
 }

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.kernels.kv_pool import read_wide
 from rayserve_moe.kernels.reference.attention import KEYS_PER_SPAN, BlockPlaces
-from rayserve_moe.kernels.reference.token_index import NONE, every_token
+from rayserve_moe.kernels.reference.token_index import ascending_up_to, every_token, plain_scores
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ def choose_blocks(
     """Return the numbers of the blocks that each query sees: int32 [B, Q, A, K], ascending with -1 behind.
 
     Scores are float32, without a factor. Rows of `key_pages` [N, page, ...] begin with a key. Keys after a query's own
-    position have no effect, even NaN. A query at position -1 is padding and sees nothing. K is `choice.top_k`, or the
-    number of blocks of a page table if that is less.
+    position have no effect, even NaN. A product of NaN counts as infinite, like the query's own block. A query at
+    position -1 is padding and sees nothing. K is `choice.top_k`, or the number of blocks of a page table if that is
+    less.
     """
     choose_one = partial(_choose_of_queries, key_pages=key_pages, choice=choice)
     blocks = (queries_BQAd, places.page_table_BP, places.positions_BQ)
@@ -62,10 +63,8 @@ def _choose_of_queries(
         numbers_M, own_Q11 = jnp.arange(num_blocks), own_Q[:, None, None]
         is_forced = (numbers_M < choice.first_blocks) | (numbers_M > own_Q11 - choice.local_blocks)
         scores_QAM = jnp.where(is_forced & (numbers_M <= own_Q11), jnp.inf, scores_QAM)
-        best_QAK, numbers_QAK = jax.lax.top_k(scores_QAM, count)  # of equal scores the lower block comes first
-        beyond = jnp.iinfo(jnp.int32).max
-        numbers_QAK = jnp.sort(jnp.where(best_QAK > -jnp.inf, numbers_QAK, beyond), axis=-1)
-        return jnp.where(numbers_QAK == beyond, NONE, numbers_QAK).astype(jnp.int32)
+        _, numbers_QAK = jax.lax.top_k(scores_QAM, count)  # of equal scores the lower block comes first
+        return ascending_up_to(numbers_QAK, own_Q11)
 
     def every() -> jax.Array:
         return jnp.repeat(every_token(own_Q, count)[:, None], num_heads, axis=1)
@@ -94,9 +93,8 @@ def _scores(
         rows = key_pages[jax.lax.dynamic_slice_in_dim(pages_P, i * pages_per_span, pages_per_span)]
         keys_Sd = read_wide(rows.reshape(span, -1)[:, :width])
         products_QAS = jnp.einsum("QAd,Sd->QAS", queries_QAd, keys_Sd, precision=jax.lax.Precision.HIGHEST)
-        products_QAS = jnp.where(products_QAS == 0.0, 0.0, products_QAS)  # -0.0 ties with 0.0
         is_seen_Q1S = i * span + jnp.arange(span) <= positions_Q[:, None, None]
-        products_QAS = jnp.where(is_seen_Q1S, products_QAS, -jnp.inf)
+        products_QAS = jnp.where(is_seen_Q1S, plain_scores(products_QAS), -jnp.inf)
         return jax.lax.dynamic_update_slice_in_dim(scores_QAS, products_QAS, i * span, axis=2)
 
     nothing_QAS = jnp.full((num_queries, num_heads, num_spans * span), -jnp.inf)

@@ -27,8 +27,9 @@ def choose_tokens(
     """Return the positions of the tokens that each query sees: int32 [B, Q, K], ascending with -1 behind.
 
     The score of a key is the sum over heads of weight * relu(query * key), float32. Rows of `key_pages` [N, page, ...]
-    begin with a key. Keys after a query's own position have no effect, even NaN. A query at position -1 is padding and
-    sees nothing. K is `top_k`, or the number of positions of a page table if that is less.
+    begin with a key. Keys after a query's own position have no effect, even NaN. A score of NaN counts as infinite, so
+    that what is not finite is chosen and shows in the output. A query at position -1 is padding and sees nothing. K is
+    `top_k`, or the number of positions of a page table if that is less.
     """
     choose_one = partial(_choose_block, key_pages=key_pages, top_k=top_k)
     blocks = (queries_BQAd, weights_BQA, places.page_table_BP, places.positions_BQ)
@@ -39,6 +40,18 @@ def every_token(positions: jax.Array, count: int) -> jax.Array:
     """Return for each of `positions` all positions up to it, [..., count]; `count` exceeds them all."""
     numbers_K = jnp.arange(count, dtype=jnp.int32)
     return jnp.where(numbers_K <= positions[..., None], numbers_K, NONE)
+
+
+def ascending_up_to(numbers: jax.Array, last: jax.Array) -> jax.Array:
+    """Return the positions or blocks [..., K] up to the `last` one that a query sees, ascending with -1 behind."""
+    beyond = jnp.iinfo(jnp.int32).max
+    numbers = jnp.sort(jnp.where(numbers <= last, numbers, beyond), axis=-1)
+    return jnp.where(numbers == beyond, NONE, numbers).astype(jnp.int32)
+
+
+def plain_scores(scores: jax.Array) -> jax.Array:
+    """Return scores that sorting puts in the order of a choice: -0.0 ties with 0.0, and NaN is infinite."""
+    return jnp.where(scores == 0.0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
 
 
 def _choose_block(
@@ -56,10 +69,8 @@ def _choose_block(
 
     def best() -> jax.Array:
         scores_QS = _scores(queries_QAd, weights_QA, pages_P, positions_Q, key_pages=key_pages)
-        best_QK, places_QK = jax.lax.top_k(scores_QS, count)  # of equal scores the lower position comes first
-        beyond = jnp.iinfo(jnp.int32).max
-        places_QK = jnp.sort(jnp.where(best_QK > -jnp.inf, places_QK, beyond), axis=-1)
-        return jnp.where(places_QK == beyond, NONE, places_QK).astype(jnp.int32)
+        _, places_QK = jax.lax.top_k(scores_QS, count)  # of equal scores the lower position comes first
+        return ascending_up_to(places_QK, positions_Q[:, None])
 
     return jax.lax.cond(last_position < count, lambda: every_token(positions_Q, count), best)
 
@@ -81,9 +92,8 @@ def _scores(
         sums_QS = jnp.einsum(
             "QA,QAS->QS", weights_QA, jnp.maximum(products_QAS, 0.0), precision=jax.lax.Precision.HIGHEST
         )
-        sums_QS = jnp.where(sums_QS == 0.0, 0.0, sums_QS)  # -0.0 ties with 0.0, which sorting would tell apart
         is_seen_QS = i * span + jnp.arange(span) <= positions_Q[:, None]
-        sums_QS = jnp.where(is_seen_QS, sums_QS, -jnp.inf)
+        sums_QS = jnp.where(is_seen_QS, plain_scores(sums_QS), -jnp.inf)
         return jax.lax.dynamic_update_slice_in_dim(scores_QS, sums_QS, i * span, axis=1)
 
     nothing_QS = jnp.full((len(positions_Q), len(pages_P) * page_size), -jnp.inf)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from rayserve_moe.kernels.reference.token_index import plain_scores
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 
 CHUNK_ROWS, REGISTER_ROWS = 128, 8
@@ -33,8 +34,8 @@ UNSEEN = int(np.iinfo(np.int32).min)
 
 
 def ordered(scores: jax.Array) -> jax.Array:
-    """Return int32 numbers in the order of float32 scores; zeros of either sign are equal."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0.0, 0.0, scores), jnp.int32)
+    """Return int32 numbers in the order of float32 scores; zeros of either sign are equal, and NaN is infinite."""
+    bits = jax.lax.bitcast_convert_type(plain_scores(scores), jnp.int32)
     return bits ^ (jax.lax.shift_right_arithmetic(bits, 31) & np.int32(np.iinfo(np.int32).max))
 
 

@@ -19,9 +19,9 @@ from rayserve_moe.kernels.operations import AttentionKernels, Kernels
 from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.kernels.table import GROUPED_ATTENTION
 from rayserve_moe.kernels.tpu.packed_rows import packed_width
-from rayserve_moe.model.layers.kinds import Mixer
+from rayserve_moe.model.layers.kinds import LayerInputs, Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention
-from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec, RopeSpec, ScoreShape
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -316,19 +316,14 @@ def begin_choice(
 
 
 def begin(
-    own: GroupedAttention,
-    weights: dict[str, jax.Array],
-    stream: tuple[jax.Array, jax.Array],
-    inputs: StepInputs,
-    *,
-    layer: jax.Array,
-    config: ModelConfig,
+    own: GroupedAttention, stream: tuple[jax.Array, jax.Array], inputs: LayerInputs
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]] | None:
     """Add, norm and project in a fused kernel; `stream` is the residual stream and its addend, both [T, D].
 
     Returns None if no such kernel exists for these sizes.
     """
-    rotation = inputs.prepared[own.kind].rotation
+    weights, step, layer, config = inputs
+    rotation = step.prepared[own.kind].rotation
     choice = begin_choice(own, weights, stream, rotation=rotation, layer=layer, config=config)
     if choice.candidate is None:
         return None
@@ -338,31 +333,17 @@ def begin(
     return hidden_TD, tuple(projected)
 
 
-def apply(  # noqa: PLR0913 (the interface of `Mixer`)
+def apply(
     own: GroupedAttention,
-    weights: dict[str, jax.Array],
     rows: tuple[jax.Array, Pools],
-    inputs: StepInputs,
+    inputs: LayerInputs,
     *,
-    layer: jax.Array,
-    config: ModelConfig,
     made: tuple[jax.Array, jax.Array] | None = None,
     chosen_TGK: jax.Array | None = None,
 ) -> tuple[jax.Array, Pools]:
     """Compute attention for the tokens of a step and write their rows; `chosen_TGK` as in `AttentionInputs`."""
-    attention = attention_config(own, config.spec, config.plan)
-    return attend(
-        weights,
-        rows,
-        inputs,
-        mixer=own.kind,
-        state=STATES[own.kind],
-        layer=layer,
-        attention=attention,
-        config=config,
-        made=made,
-        chosen_TK=chosen_TGK,
-    )
+    state, attention = STATES[own.kind], attention_config(own, inputs.config.spec, inputs.config.plan)
+    return attend(rows, inputs, mixer=own.kind, state=state, attention=attention, made=made, chosen_TK=chosen_TGK)
 
 
 MIXER = Mixer(parameters, states, attention_choice, prepare, apply, begin)

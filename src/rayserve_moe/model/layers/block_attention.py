@@ -9,11 +9,13 @@ index chooses all of them.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.attention_config import PoolFormat
-from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.block_index import BlockIndexConfig
 from rayserve_moe.kernels.candidates import Choice, choose
 from rayserve_moe.kernels.operations import AttentionKernels, Kernels
@@ -22,10 +24,10 @@ from rayserve_moe.kernels.reference.token_index import every_token
 from rayserve_moe.kernels.table import BLOCK_ATTENTION
 from rayserve_moe.model.layers import attention
 from rayserve_moe.model.layers.attention import STATES, BlockIndex, GroupedAttention, kv_repeats
-from rayserve_moe.model.layers.index_rows import CHOSEN, STATE, with_forced
-from rayserve_moe.model.layers.kinds import Mixer
+from rayserve_moe.model.layers.index_rows import CHOSEN, STATE, by_index, with_forced
+from rayserve_moe.model.layers.kinds import LayerInputs, Mixer
 from rayserve_moe.model.layers.latent import row_of
-from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.model_config import Pools
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec, norm_spec
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -99,37 +101,27 @@ def index_config(own: GroupedAttention, spec: ModelSpec) -> BlockIndexConfig:
     )
 
 
-def apply(
-    own: GroupedAttention,
-    weights: dict[str, jax.Array],
-    rows: tuple[jax.Array, Pools],
-    inputs: StepInputs,
-    *,
-    layer: jax.Array,
-    config: ModelConfig,
-) -> tuple[jax.Array, Pools]:
+def apply(own: GroupedAttention, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
     """Choose blocks by the index of the layer, and attend to them; write the keys and values of new tokens.
 
     If page tables cover at most `top_k` blocks, the index is not read: attention is dense unless choices are forced.
     """
-    normed_TD, pools = rows
-    index, is_whole = index_of(own), _table_blocks(own, inputs.batch, pools) <= index_of(own).top_k
-    if is_whole and inputs.choices is None:
-        return attention.apply(own, weights, rows, inputs, layer=layer, config=config)
+    (normed_TD, pools), index, config = rows, index_of(own), inputs.config
+    is_whole = _table_blocks(own, inputs.step.batch, pools) <= index.top_k
+    if is_whole and inputs.step.choices is None:
+        return attention.apply(own, rows, inputs)
     if is_whole:
-        (each,) = passed(own, inputs.batch, pools).values()
+        (each,) = passed(own, inputs.step.batch, pools).values()
     else:
         choose_blocks = config.kernels.attention.choose_blocks
         assert choose_blocks is not None, f"{config.kernels.name} kernels of block-sparse attention choose blocks"
-        with jax.named_scope("index"):
-            batch = inputs.batch.of_state(STATE)
-            of_layer = AttentionInputs(weights, batch, inputs.prepared[own.kind].rotation, layer)
-            chosen_TAK, keys = choose_blocks(normed_TD, *pools[STATE], of_layer, config=index_config(own, config.spec))
-        each, pools = tuple(chosen_TAK[:, head] for head in range(index.num_heads)), {**pools, STATE: (keys,)}
-    each = tuple(with_forced(chosen_TK, inputs, layer * len(each) + head) for head, chosen_TK in enumerate(each))
+        choose_blocks = partial(choose_blocks, config=index_config(own, config.spec))
+        chosen_TAK, pools = by_index(rows, inputs, mixer=own.kind, choose=choose_blocks)
+        each = tuple(chosen_TAK[:, head] for head in range(index.num_heads))
+    first_row = inputs.layer * len(each)
+    each = tuple(with_forced(chosen_TK, inputs.step, first_row + head) for head, chosen_TK in enumerate(each))
     chosen_TGK = of_kv_heads(jnp.stack(each, axis=1), own, config.plan)
-    rows = normed_TD, {**pools, CHOSEN: each}
-    return attention.apply(own, weights, rows, inputs, layer=layer, config=config, chosen_TGK=chosen_TGK)
+    return attention.apply(own, (normed_TD, {**pools, CHOSEN: each}), inputs, chosen_TGK=chosen_TGK)
 
 
 def of_kv_heads(chosen_TAK: jax.Array, own: GroupedAttention, plan: ParallelPlan) -> jax.Array:

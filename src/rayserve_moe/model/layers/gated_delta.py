@@ -26,8 +26,8 @@ from rayserve_moe.kernels.reference.gated_delta import (
     find_history,
 )
 from rayserve_moe.kernels.reference.layers import project, rms_norm
-from rayserve_moe.model.layers.kinds import Mixer
-from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.layers.kinds import LayerInputs, Mixer
+from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.state.kinds import ArraySpec, StateKind
@@ -215,17 +215,10 @@ def prepare(own: GatedDelta, batch: TokenBatch, pools: Pools, *, config: ModelCo
 
 
 @jax.named_scope("gated_delta")
-def apply(
-    own: GatedDelta,
-    weights: dict[str, jax.Array],
-    rows: tuple[jax.Array, Pools],
-    inputs: StepInputs,
-    *,
-    layer: jax.Array,
-    config: ModelConfig,
-) -> tuple[jax.Array, Pools]:
+def apply(own: GatedDelta, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
     """Advance the states of a step's rows; return the addend of the stream [T, D], and the pools."""
-    (normed_TD, pools), step, kernels = rows, inputs.prepared[KIND], config.kernels.recurrence
+    (normed_TD, pools), (weights, of_step, layer, config) = rows, inputs
+    step, kernels = of_step.prepared[KIND], config.kernels.recurrence
     if kernels.advance_layer is not None:
         arrays = DeltaPools(*pools[STATE])
         out_TD, arrays = kernels.advance_layer(
@@ -246,7 +239,7 @@ def apply(
     with jax.named_scope("output_product"):
         normed_THv = rms_norm(out_THv, of_layer["norm_Lv"], config.spec.norm_eps)
         gated_THv = (normed_THv * jax.nn.silu(z_THv.astype(jnp.float32))).astype(normed_TD.dtype)
-        gated_THv = jnp.where(inputs.valid_T[:, None, None], gated_THv, 0)
+        gated_THv = jnp.where(of_step.valid_T[:, None, None], gated_THv, 0)
         out_TD = jnp.matmul(
             gated_THv.reshape(len(normed_TD), -1), of_layer["o_LHD"], preferred_element_type=jnp.float32
         )

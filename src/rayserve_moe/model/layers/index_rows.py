@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.model.layers.attention import BLOCKS, GroupedAttention
+from rayserve_moe.model.layers.kinds import LayerInputs
 from rayserve_moe.model.layers.latent import SHARED, SPARSE, LatentAttention
-from rayserve_moe.model.model_config import StepInputs
+from rayserve_moe.model.model_config import Pools, StepInputs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.requests.records import IndexLayout
 
@@ -37,15 +41,29 @@ def index_layout(spec: ModelSpec) -> IndexLayout | None:
     return None
 
 
-def with_forced(chosen_TK: jax.Array, inputs: StepInputs, row: jax.Array) -> jax.Array:
+def by_index(
+    rows: tuple[jax.Array, Pools], inputs: LayerInputs, *, mixer: str, choose: Callable[..., tuple[jax.Array, ...]]
+) -> tuple[jax.Array, Pools]:
+    """Return what the index of a layer chooses, int32 [T, ..., K], and the pools with its keys of new tokens.
+
+    `choose` is a kernel with its configuration, and `mixer` names the kind.
+    """
+    (normed_TD, pools), (weights, step, layer, _) = rows, inputs
+    of_layer = AttentionInputs(weights, step.batch.of_state(STATE), step.prepared[mixer].rotation, layer)
+    with jax.named_scope("index"):
+        chosen, keys = choose(normed_TD, *pools[STATE], of_layer)
+    return chosen, {**pools, STATE: (keys,)}
+
+
+def with_forced(chosen_TK: jax.Array, step: StepInputs, row: jax.Array) -> jax.Array:
     """Return a choice with the forced one of some tokens in prefill blocks, which come behind single tokens.
 
     `row` is an index row.
     """
-    if inputs.choices is None:
+    if step.choices is None:
         return chosen_TK
-    tokens_F, forced_IFK = inputs.choices
+    tokens_F, forced_IFK = step.choices
     forced_FK = forced_IFK[row][:, : chosen_TK.shape[1]]
-    places_F = tokens_F + inputs.batch.num_singles
+    places_F = tokens_F + step.batch.num_singles
     is_forced = jnp.any(places_F < len(chosen_TK))
     return jax.lax.cond(is_forced, lambda: chosen_TK.at[places_F].set(forced_FK, mode="drop"), lambda: chosen_TK)

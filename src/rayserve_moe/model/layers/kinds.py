@@ -17,9 +17,19 @@ import jax
 from rayserve_moe.experts.layer import LayerRouting
 from rayserve_moe.kernels.candidates import Choice
 from rayserve_moe.kernels.operations import AttentionKernels
-from rayserve_moe.model.model_config import Pools
+from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.state.kinds import StateKind
+
+
+class LayerInputs(NamedTuple):
+    """Arguments of a mixer's layer besides its rows."""
+
+    weights: dict[str, jax.Array]
+    """Parameters, stacked over the layers of the kind."""
+    step: StepInputs
+    layer: jax.Array
+    config: ModelConfig
 
 
 @dataclass(frozen=True)
@@ -35,13 +45,11 @@ class Mixer:
     prepare: Callable[..., Any]
     """`(own, batch, pools, *, config)`: values computed once per step for all layers, in `StepInputs.prepared`."""
     apply: Callable[..., tuple[jax.Array, Pools]]
-    """`(own, weights, (normed_TD, pools), inputs, *, layer, config)`: the addend of the stream [T, D], and the pools.
-
-    If `begin` returned a result, it is passed as `made`, and only the shape of `normed_TD` matters.
-    """
+    """`(own, (normed_TD, pools), inputs)`, of which `inputs` are LayerInputs: the addend of the stream [T, D], and the
+    pools. If `begin` returned a result, it is passed as `made`, and only the shape of `normed_TD` matters."""
     begin: Callable[..., tuple[jax.Array, Any] | None] | None = None
-    """`(own, weights, (hidden_TD, added_TD), inputs, *, layer, config)`: residual, norm and projections in a fused
-    kernel; returns the stream and the argument `made` of `apply`. It may be absent, or return None."""
+    """`(own, (hidden_TD, added_TD), inputs)`: residual, norm and projections in a fused kernel; returns the stream and
+    the argument `made` of `apply`. It may be absent, or return None."""
     passed: Callable[..., Pools] | None = None
     """`(own, batch, pools)`: arrays that layers pass on to later layers of a step, with their values before the first
     layer. `apply` finds and returns them among the pools. May be absent."""

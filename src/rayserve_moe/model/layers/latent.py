@@ -21,9 +21,9 @@ from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.operations import AttentionKernels, Kernels
 from rayserve_moe.kernels.table import LATENT_ATTENTION
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
-from rayserve_moe.model.layers.kinds import Mixer
+from rayserve_moe.model.layers.kinds import LayerInputs, Mixer
 from rayserve_moe.model.layers.paged import AttentionStep, attend, prepare_attention, query_scales
-from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.model.param_spec import FileForm, ParamSpec
 from rayserve_moe.model.spec import ModelSpec, QueryScaleSpec, RopeSpec, ScoreShape, UnsupportedModelError
 from rayserve_moe.state.kinds import ArraySpec, StateKind
@@ -218,29 +218,16 @@ def latent_config(own: LatentAttention) -> LatentConfig:
     return LatentConfig(own.nope_dim, own.norm_eps, scale, own.rope.interleaved)
 
 
-def apply(  # noqa: PLR0913 (the interface of `Mixer`)
+def apply(
     own: LatentAttention,
-    weights: dict[str, jax.Array],
     rows: tuple[jax.Array, Pools],
-    inputs: StepInputs,
+    inputs: LayerInputs,
     *,
-    layer: jax.Array,
-    config: ModelConfig,
     chosen_TK: jax.Array | None = None,
 ) -> tuple[jax.Array, Pools]:
     """Compute attention for the tokens of a step and write their latents; `chosen_TK` as in `AttentionInputs`."""
-    attention = latent_config(own)
-    return attend(
-        weights,
-        rows,
-        inputs,
-        mixer=own.kind,
-        state=STATES[own.kind],
-        layer=layer,
-        attention=attention,
-        config=config,
-        chosen_TK=chosen_TK,
-    )
+    state, attention = STATES[own.kind], latent_config(own)
+    return attend(rows, inputs, mixer=own.kind, state=state, attention=attention, chosen_TK=chosen_TK)
 
 
 MIXER = Mixer(parameters, states, attention_choice, prepare, apply)

@@ -13,7 +13,8 @@ import numpy as np
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, DescribedSingles, TokenBatch
 from rayserve_moe.kernels.reference.layers import Rotation
-from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.layers.kinds import LayerInputs
+from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.model.spec import QueryScaleSpec, RopeSpec, YarnSpec
 
 
@@ -64,15 +65,12 @@ def _describe_singles(
 
 @jax.named_scope("attention")
 def attend(  # noqa: PLR0913 (the differences between kinds of attention)
-    weights: dict[str, jax.Array],
     rows: tuple[jax.Array, Pools],
-    inputs: StepInputs,
+    inputs: LayerInputs,
     *,
     mixer: str,
     state: str,
-    layer: jax.Array,
     attention: Any,
-    config: ModelConfig,
     made: tuple[jax.Array, jax.Array] | None = None,
     chosen_TK: jax.Array | None = None,
 ) -> tuple[jax.Array, Pools]:
@@ -81,10 +79,10 @@ def attend(  # noqa: PLR0913 (the differences between kinds of attention)
     `mixer` and `state` name the kinds of mixer and state, `attention` is the kernel configuration, `made` as in
     `Mixer.apply`, `chosen_TK` as in `AttentionInputs`.
     """
-    normed_TD, pools = rows
+    (normed_TD, pools), (weights, of_step, layer, config) = rows, inputs
     (pool,) = pools[state]
-    step: AttentionStep = inputs.prepared[mixer]
-    batch = inputs.batch.of_state(state)
+    step: AttentionStep = of_step.prepared[mixer]
+    batch = of_step.batch.of_state(state)
     of_layer = AttentionInputs(weights, batch, step.rotation, layer, step.singles, made, step.query_scale_T)
     of_layer = of_layer._replace(chosen_TK=chosen_TK)
     out_TD, pool = config.kernels.attention.attend(normed_TD, pool, of_layer, config=attention)

@@ -10,21 +10,22 @@ tokens are dense: the index chooses all of them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 
 from rayserve_moe.kernels.attention_config import PoolFormat
-from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.candidates import Choice, choose
 from rayserve_moe.kernels.operations import AttentionKernels, Kernels
 from rayserve_moe.kernels.reference.token_index import every_token
 from rayserve_moe.kernels.table import SPARSE_ATTENTION
 from rayserve_moe.kernels.token_index import IndexConfig
 from rayserve_moe.model.layers import latent
-from rayserve_moe.model.layers.index_rows import CHOSEN, STATE, with_forced
-from rayserve_moe.model.layers.kinds import Mixer
+from rayserve_moe.model.layers.index_rows import CHOSEN, STATE, by_index, with_forced
+from rayserve_moe.model.layers.kinds import LayerInputs, Mixer
 from rayserve_moe.model.layers.latent import STATES, LatentAttention, TokenIndex, row_of
-from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.model_config import Pools, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 from rayserve_moe.state.kinds import StateKind
@@ -98,56 +99,35 @@ def index_config(own: LatentAttention) -> IndexConfig:
     return IndexConfig(index.num_heads, index.top_k, own.norm_eps, index.norm_eps, index.interleaved)
 
 
-def apply(
-    own: LatentAttention,
-    weights: dict[str, jax.Array],
-    rows: tuple[jax.Array, Pools],
-    inputs: StepInputs,
-    *,
-    layer: jax.Array,
-    config: ModelConfig,
-) -> tuple[jax.Array, Pools]:
+def apply(own: LatentAttention, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
     """Choose tokens by the index of the layer, and attend to them; write the latents and keys of new tokens.
 
     If page tables cover at most `top_k` positions, the index is not read: attention is dense unless choices are forced.
     """
-    normed_TD, pools = rows
-    if _is_dense(own, inputs, pools):
-        return latent.apply(own, weights, rows, inputs, layer=layer, config=config)
-    if _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k:
-        ((chosen_TK,),) = passed(own, inputs.batch, pools).values()
+    (normed_TD, pools), kernels = rows, inputs.config.kernels
+    if _is_dense(own, inputs.step, pools):
+        return latent.apply(own, rows, inputs)
+    if _table_tokens(own, inputs.step.batch, pools) <= index_of(own).top_k:
+        ((chosen_TK,),) = passed(own, inputs.step.batch, pools).values()
     else:
-        choose_tokens = config.kernels.attention.choose_tokens
-        assert choose_tokens is not None, f"{config.kernels.name} kernels of sparse attention choose tokens"
-        with jax.named_scope("index"):
-            batch = inputs.batch.of_state(STATE)
-            of_layer = AttentionInputs(weights, batch, inputs.prepared[own.kind].rotation, layer)
-            chosen_TK, keys = choose_tokens(normed_TD, *pools[STATE], of_layer, config=index_config(own))
-        pools = {**pools, STATE: (keys,)}
-    chosen_TK = with_forced(chosen_TK, inputs, layer)
-    rows = normed_TD, {**pools, CHOSEN: (chosen_TK,)}
-    return latent.apply(own, weights, rows, inputs, layer=layer, config=config, chosen_TK=chosen_TK)
+        choose_tokens = kernels.attention.choose_tokens
+        assert choose_tokens is not None, f"{kernels.name} kernels of sparse attention choose tokens"
+        choose_tokens = partial(choose_tokens, config=index_config(own))
+        chosen_TK, pools = by_index(rows, inputs, mixer=own.kind, choose=choose_tokens)
+    chosen_TK = with_forced(chosen_TK, inputs.step, inputs.layer)
+    return latent.apply(own, (normed_TD, {**pools, CHOSEN: (chosen_TK,)}), inputs, chosen_TK=chosen_TK)
 
 
-def apply_shared(
-    own: LatentAttention,
-    weights: dict[str, jax.Array],
-    rows: tuple[jax.Array, Pools],
-    inputs: StepInputs,
-    *,
-    layer: jax.Array,
-    config: ModelConfig,
-) -> tuple[jax.Array, Pools]:
+def apply_shared(own: LatentAttention, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
     """Attend to the tokens that the last layer with an index chose; write the latents of new tokens."""
     _, pools = rows
     (chosen_TK,) = pools[CHOSEN]
-    chosen = None if _is_dense(own, inputs, pools) else chosen_TK
-    return latent.apply(own, weights, rows, inputs, layer=layer, config=config, chosen_TK=chosen)
+    return latent.apply(own, rows, inputs, chosen_TK=None if _is_dense(own, inputs.step, pools) else chosen_TK)
 
 
-def _is_dense(own: LatentAttention, inputs: StepInputs, pools: Pools) -> bool:
+def _is_dense(own: LatentAttention, step: StepInputs, pools: Pools) -> bool:
     """Return True if every token of a step sees all tokens before it."""
-    return inputs.choices is None and _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
+    return step.choices is None and _table_tokens(own, step.batch, pools) <= index_of(own).top_k
 
 
 MIXER = Mixer(parameters, states, attention_choice, latent.prepare, apply, passed=passed, captured=CHOSEN)

@@ -2,6 +2,7 @@
 
 from rayserve_moe.replay.encoding.description import routed_experts_info
 from rayserve_moe.replay.encoding.dialects import DIALECTS, decode_each_forced, decode_forced
+from rayserve_moe.replay.encoding.index import FORMS as INDEX_FORMS
 from rayserve_moe.replay.encoding.index import decode as decode_index
 from rayserve_moe.replay.encoding.index import decode_each_forced_index, extract_indexer_topk_from_meta_info
 from rayserve_moe.replay.encoding.index import encode as encode_index
@@ -20,6 +21,7 @@ from rayserve_moe.replay.encoding.sglang import encode as encode_routed_experts
 
 __all__ = [
     "DIALECTS",
+    "INDEX_FORMS",
     "ROLLOUT_MEDIA_TYPE",
     "ROLLOUT_ZSTD_MEDIA_TYPE",
     "decode_each_forced",

@@ -23,6 +23,8 @@ from rayserve_moe.replay.index_rows import check_packed, packed_index, unpacked_
 from rayserve_moe.requests.records import IndexLayout, RoutedExperts
 
 NAME, SGLANG, PACKED = "indexer_topk", "sglang", "packed"
+FORMS = SGLANG, PACKED
+"""Forms in answers, the default first."""
 _WIRE_DTYPE = WIRE_DTYPES["int32"]
 MAX_WIRE_BYTES = 1 << 30
 """Maximum bytes of a choice's rows in SGLang's form; 2,148 tokens of DeepSeek-V3.2."""
@@ -161,7 +163,7 @@ def _of_indexes(rows: np.ndarray, layout: IndexLayout) -> np.ndarray:
         if not np.array_equal(own[:, sources_of(layout)], rows):
             raise ValueError("layers that share an index must have the same rows")
     if own.size and not -1 <= own.min() <= own.max() < 2**31 - 1:
-        raise ValueError("positions must be at least 0, and -1 behind them")
+        raise ValueError("entries must be at least 0, and -1 behind them")
     return _ascending(own.astype(np.int32))
 
 
@@ -218,9 +220,9 @@ def _ascending(rows: np.ndarray) -> np.ndarray:
     none = np.iinfo(np.int32).max
     ordered = np.sort(np.where(rows < 0, none, rows), axis=-1)
     if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != none)).any():
-        raise ValueError("no position may appear twice in a row")
+        raise ValueError("no entry may appear twice in a row")
     if (ordered[..., :1] == none).any():
-        raise ValueError("every row needs a position")
+        raise ValueError("every row needs an entry")
     return np.where(ordered == none, -1, ordered)
 
 
