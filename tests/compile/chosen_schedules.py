@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.kernels.tpu.chosen_attention import attend_chosen
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.kernels.tpu.token_index import choose_tokens
@@ -22,8 +23,8 @@ from rayserve_moe.tools.estimate.kernel_work import KernelWork, SparseWork, Step
 from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for, text_of
 
-TOKENS, CONTEXT, PAGE, NUM_PAGES, TOP_K = 16, 1 << 16, 128, 4096, 2048
-INDEX, ATTENTION = "token_index", "chosen_attention"
+TOKENS, PROMPT_BLOCK, CONTEXT, PAGE, NUM_PAGES, TOP_K = 16, 32, 1 << 16, 128, 4096, 2048
+INDEX, ATTENTION, PROMPTS = "token_index", "chosen_attention", "paged_attention"
 HEADS = {
     f"{INDEX}, 64 heads": (INDEX, 64),
     f"{INDEX}, 32 heads": (INDEX, 32),
@@ -52,7 +53,12 @@ def compile_kernel(chip: str, kernel: str, num_heads: int, *, num_queries: int =
         places = BlockPlaces(*places, chosen_BQK=chosen)
         return attend_chosen(queries, pool, places, config=ScoreConfig(scale=0.1), latent_width=512)
 
-    chosen = shape((TOKENS, 1, TOP_K), np.int32)
+    def attend_masked(queries, pool, chosen, *places):
+        places = BlockPlaces(*places, chosen_BQK=chosen)
+        return paged_attention.attend(queries, pool, places, config=ScoreConfig(scale=0.1), latent_width=512)
+
+    chosen = shape((TOKENS, num_queries, TOP_K), np.int32)
+    attend = attend_masked if kernel == PROMPTS else attend
     return compile_for(chip, attend, queries, pool, chosen, table, positions)
 
 

@@ -23,7 +23,7 @@ from rayserve_moe.kernels.block_index import choose_layer_blocks
 from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound, operation, supports_all
 from rayserve_moe.kernels.cpu_native import calls, index_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
-from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer, attend_masked
+from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer
 from rayserve_moe.kernels.operations import (
     ADVANCE,
     AttentionKernels,
@@ -140,11 +140,10 @@ PAGED_LATENTS = AttentionKernels(
 
 def sparse_latents(*, interpret: Any = False) -> AttentionKernels:
     """Return sparse latent attention of TPUs; `interpret` (see `pallas_call`) runs its kernels without one."""
-    attend = partial(chosen_attention.attend_all_or_chosen, interpret=interpret)
     sparse = partial(
         attend_latent_layer,
-        decode=partial(attend, sparse=partial(chosen_attention.attend_chosen, interpret=interpret)),
-        prefill=partial(attend, sparse=attend_masked),
+        decode=partial(chosen_attention.attend_all_or_chosen, interpret=interpret),
+        prefill=partial(paged_attention.attend, interpret=interpret),
         rows_of=packed_latents,
     )
     choose = Operation(
@@ -267,8 +266,8 @@ SPARSE_ATTENTION: dict[str, AttentionCandidates] = {
 """Candidates for sparse latent attention by name of a table.
 
 On a TPU it is dense, by the kernel of latent attention, for tokens that see no more than are chosen. Beyond them a
-kernel chooses the tokens, and another attends single tokens to them. No kernel attends prompts to them yet: XLA masks
-dense attention, so such a token of a prompt costs as much as in dense attention.
+kernel chooses the tokens, and another copies them for single tokens. The tokens of prompts share the pages that they
+read, and are attended by the dense kernel under a mask (`tpu.paged_choice` compares the costs).
 """
 
 BLOCK_ATTENTION: dict[str, AttentionCandidates] = {

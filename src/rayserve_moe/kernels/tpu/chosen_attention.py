@@ -9,7 +9,6 @@ it. A block of chosen tokens is copied while the previous block is multiplied, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.kernels.tpu.packed_rows import LANES, gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_attention import cores_for, for_cores
+from rayserve_moe.kernels.tpu.paged_choice import sees_all
 from rayserve_moe.kernels.tpu.paged_sizes import ALIGNED_ROWS, VMEM_BYTES, Knobs, TileShape, layout_for, parts_of
 from rayserve_moe.kernels.tpu.paged_tiles import Sums, Tile, accumulate, begin_sums
 
@@ -32,31 +32,28 @@ GROUP_ROWS, BLOCK_ROWS = 8, 512
 BLOCK_TOKENS = BLOCK_ROWS // GROUP_ROWS
 
 
-def attend_all_or_chosen(  # noqa: PLR0913 (as `reference.attention.attend`)
-    queries_BQHh: jax.Array,
+def attend_all_or_chosen(
+    queries_B1Hh: jax.Array,
     kv_pages: jax.Array,
     places: BlockPlaces,
     *,
     config: ScoreConfig,
     latent_width: int,
-    sparse: Callable[..., jax.Array],
     interpret: Any = False,
 ) -> jax.Array:
-    """Attend as `reference.attention.attend` over latents in rows of `packed_latents`, [N, page, X].
+    """Attend single tokens as `reference.attention.attend` over latents in rows of `packed_latents`, [N, page, X].
 
     Queries that see all tokens before them are attended by the kernel of dense attention, with its bits; others by
-    `sparse`, which has the same arguments.
+    `attend_chosen`.
     """
-    assert places.chosen_BQK is not None, "tokens are chosen"
-    positions_BQ = places.positions_BQ
-    is_dense_BQ = jnp.sum(places.chosen_BQK >= 0, axis=-1) == positions_BQ + 1
-    every = BlockPlaces(places.page_table_BP, jnp.where(is_dense_BQ, positions_BQ, -1))
-    some = places._replace(positions_BQ=jnp.where(is_dense_BQ, -1, positions_BQ), described=None)
-    dense_BQHv = paged_attention.attend(
-        queries_BQHh, kv_pages, every, config=config, latent_width=latent_width, interpret=interpret
+    positions_B1, is_dense_B1 = places.positions_BQ, sees_all(places)
+    every = BlockPlaces(places.page_table_BP, jnp.where(is_dense_B1, positions_B1, -1))
+    some = places._replace(positions_BQ=jnp.where(is_dense_B1, -1, positions_B1), described=None)
+    dense_B1Hv, sparse_B1Hv = (
+        attend(queries_B1Hh, kv_pages, of, config=config, latent_width=latent_width, interpret=interpret)
+        for attend, of in ((paged_attention.attend, every), (attend_chosen, some))
     )
-    sparse_BQHv = sparse(queries_BQHh, kv_pages, some, config=config, latent_width=latent_width)
-    return jnp.where(is_dense_BQ[..., None, None], dense_BQHv, sparse_BQHv)
+    return jnp.where(is_dense_B1[..., None, None], dense_B1Hv, sparse_B1Hv)
 
 
 def attend_chosen(

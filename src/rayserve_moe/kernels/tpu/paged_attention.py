@@ -21,6 +21,7 @@ from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.tpu.byte_pairs import product_dtype, rows_to_write
 from rayserve_moe.kernels.tpu.packed_rows import LANES, gather_heads, set_lanes, spread_queries
+from rayserve_moe.kernels.tpu.paged_choice import ALIGNED_HEADS, sees_all
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, attend_groups, groups_of
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
@@ -72,8 +73,9 @@ def attend(  # noqa: PLR0913 (the reference's signature)
 ) -> jax.Array:
     """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `packed_rows` has them.
 
-    Products have the pool's dtype, or the dtype of queries if the pool has pairs of 8 bits (`byte_pairs`). The real
-    rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
+    A choice of `places` is one of single positions, over latents without a window. All pages are read nevertheless: see
+    `paged_choice`. Products have the pool's dtype, or the dtype of queries if the pool has pairs of 8 bits
+    (`byte_pairs`). The real rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
 
     Returns: [B, Q, H, v].
     Raises: ValueError for a pool of other rows, of 8 bits that are not paired, or of pages of no multiple of 16 keys.
@@ -117,7 +119,10 @@ def _attend(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the result of `attend`, and the pool with the new rows."""
-    layout = layout_for(kv_pages, queries_BQHh.shape[3], knobs)
+    layout, num_heads = layout_for(kv_pages, queries_BQHh.shape[3], knobs), queries_BQHh.shape[2]
+    if places.chosen_BQK is not None:
+        assert knobs.latent_width and not knobs.config.window and knobs.sinks_H is None, "tokens of latents are chosen"
+        queries_BQHh = jnp.pad(queries_BQHh, ((0, 0), (0, 0), (0, -num_heads % ALIGNED_HEADS), (0, 0)))
     queries_BCQRK = spread_queries(queries_BQHh, layout).astype(product_dtype(kv_pages, queries_BQHh))
     tile_queries = tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3])
     queries = queries_BQHh.shape[1], tile_queries, queries_BCQRK.shape[3]
@@ -128,16 +133,15 @@ def _attend(
     parts: list[jax.Array] = []
     for part in parts_of(len(queries_BQHh), shape.table_width):
         visits = places.described and places.described[len(parts)]
-        of_call, num_blocks = (
-            BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits),
-            part.stop - part.start,
-        )
+        chosen = None if places.chosen_BQK is None else places.chosen_BQK[part]
+        of_call = BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits, chosen_BQK=chosen)
+        num_blocks = part.stop - part.start
         of_part = replace(shape, num_blocks=num_blocks, num_cores=cores_for(num_blocks, interpret))
         news = None if new is None else NewRows(rows_to_write(new.rows_BX[part], kv_pages), new.first_page)
         attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, news, shape=of_part)
         parts.append(attended)
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    attended_BQHv = gather_heads(attended_BCQRV, layout, width=layout.value_dim)
+    attended_BQHv = gather_heads(attended_BCQRV, layout, width=layout.value_dim)[:, :, :num_heads]
     return attended_BQHv.astype(queries_BQHh.dtype), kv_pages
 
 
@@ -200,7 +204,8 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.asarray(0 if new is None else new.first_page, jnp.int32)
     rows = [] if new is None else [for_cores(new.rows_BX, shape.num_cores)]
     scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ))]
-    given = [queries_BCMK, *sinks, *rows]
+    see_all, chosen = _choice_of_visits(places, shape)
+    scalars, given = [*scalars, *see_all], [queries_BCMK, *sinks, *rows, *chosen]
     if not interpret:
         # XLA may otherwise bring a pool that fits into the core's memory there, and back.
         kv_pages = pltpu.with_memory_space_constraint(kv_pages, pltpu.HBM)
@@ -209,7 +214,13 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(shape.num_cores, shape.visits_per_core),
-            in_specs=[_block(lanes, shape), *(core for _ in sinks), *(_rows(a, shape) for a in rows), hbm],
+            in_specs=[
+                _block(lanes, shape),
+                *(core for _ in sinks),
+                *(_rows(a, shape) for a in rows),
+                *(_choice(a, shape) for a in chosen),
+                hbm,
+            ],
             out_specs=[_block(num_lanes, shape), *(hbm for _ in rows)],
             scratch_shapes=_scratch(kv_pages, shape),
         ),
@@ -226,6 +237,23 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     )(*scalars, *given, kv_pages)
     attended_BCMV = attended_BCMV[:num_blocks, :, :num_rows]
     return attended_BCMV.reshape(*queries_BCQRK.shape[:4], num_lanes), written[0] if written else kv_pages
+
+
+def _choice_of_visits(places: BlockPlaces, shape: TileShape) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return `see_all` and `chosen` of `TileChoice` for all visits, if tokens are chosen."""
+    if places.chosen_BQK is None:
+        return [], []
+    sees_all_BQ = sees_all(places) | (places.positions_BQ < 0)
+    sees_all_BQ = for_cores(sees_all_BQ.astype(jnp.int32), shape.num_cores, fill=1)
+    chosen_BQK = for_cores(places.chosen_BQK, shape.num_cores, fill=-1)
+    chosen_BQK = jnp.pad(chosen_BQK, ((0, 0), (0, 0), (0, -chosen_BQK.shape[2] % LANES)), constant_values=-1)
+    see_all_W = jnp.min(sees_all_BQ.reshape(-1, shape.tile_queries), axis=1)
+    return [see_all_W], [chosen_BQK.reshape(-1, shape.tile_queries, chosen_BQK.shape[2])]
+
+
+def _choice(chosen_WqK: jax.Array, shape: TileShape) -> pl.BlockSpec:
+    """Return the block spec of the chosen tokens of a visit."""
+    return pl.BlockSpec((1, *chosen_WqK.shape[1:]), lambda core, step, *_: (core * shape.visits_per_core + step, 0, 0))
 
 
 def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:

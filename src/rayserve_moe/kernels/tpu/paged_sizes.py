@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import jax
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.tpu.byte_pairs import lanes_in_8_bits
-from rayserve_moe.kernels.tpu.packed_rows import RowLayout, layout_of
+from rayserve_moe.kernels.tpu.packed_rows import LANES, RowLayout, layout_of
 
 CLEARED_ROWS = 16
 """Rows of the pool that are cleared at once, in whole registers of 16-bit numbers; pages are multiples of them."""
@@ -61,6 +62,8 @@ class TileShape:
     has_sinks: bool
     has_new_rows: bool = False
     is_grouped: bool = False
+    has_choice: bool = False
+    """True if queries see chosen tokens only; their rows and keys are whole registers."""
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +78,8 @@ class TileShape:
         """Return M, the rows that are scored at once: all, or as many as divide them."""
         if self.is_grouped:
             return min(self.num_rows, GROUP_ROWS)
-        return self.num_rows if self.num_rows % SCORE_ROWS else SCORE_ROWS
+        cuts_queries = self.has_choice and SCORE_ROWS % self.query_rows
+        return self.num_rows if cuts_queries or self.num_rows % SCORE_ROWS else SCORE_ROWS
 
     @property
     def few_rows(self) -> int:
@@ -142,6 +146,11 @@ def shape_for(
     """Return the sizes of calls without blocks; `queries`: queries of a block, queries of a tile, rows of a query."""
     table_width, page_size = places.page_table_BP.shape[1], kv_pages.shape[1]
     num_queries, tile_queries, query_rows = queries
+    num_pages = pages_of_a_block(page_size, kv_pages.shape[2] * kv_pages.dtype.itemsize, table_width)
+    has_choice = places.chosen_BQK is not None
+    if has_choice:
+        unit = LANES // math.gcd(page_size, LANES)
+        num_pages = max(1, num_pages // unit) * unit
     return TileShape(
         layout=layout,
         num_cores=1,
@@ -151,7 +160,8 @@ def shape_for(
         query_rows=query_rows,
         table_width=table_width,
         page_size=page_size,
-        num_pages=pages_of_a_block(page_size, kv_pages.shape[2] * kv_pages.dtype.itemsize, table_width),
+        num_pages=num_pages,
         config=knobs.config,
         has_sinks=knobs.sinks_H is not None,
+        has_choice=has_choice,
     )

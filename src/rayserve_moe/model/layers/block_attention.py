@@ -90,13 +90,12 @@ def passed(own: GroupedAttention, batch: TokenBatch, pools: Pools) -> Pools:
     return {CHOSEN: (every_token(batch.positions_T // index.block_size, count),) * index.num_heads}
 
 
-def index_config(own: GroupedAttention, spec: ModelSpec) -> BlockIndexConfig:
+def index_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan | None = None) -> BlockIndexConfig:
     """Return the static configuration of the index of all layers."""
     index = index_of(own)
     choice = BlockChoice(index.block_size, index.top_k, index.first_blocks, index.local_blocks)
-    return BlockIndexConfig(
-        index.num_heads, choice, spec.norm_eps, interleaved_rotation=own.rope is not None and own.rope.interleaved
-    )
+    is_interleaved = own.rope is not None and own.rope.interleaved
+    return BlockIndexConfig(index.num_heads, choice, spec.norm_eps, is_interleaved, plan)
 
 
 def apply(
@@ -124,7 +123,8 @@ def apply(
         with jax.named_scope("index"):
             batch = inputs.batch.of_state(STATE)
             of_layer = AttentionInputs(weights, batch, inputs.prepared[own.kind].rotation, layer)
-            chosen_TAK, keys = choose_blocks(normed_TD, *pools[STATE], of_layer, config=index_config(own, config.spec))
+            of_index = index_config(own, config.spec, config.plan)
+            chosen_TAK, keys = choose_blocks(normed_TD, *pools[STATE], of_layer, config=of_index)
         each, pools = tuple(chosen_TAK[:, head] for head in range(index.num_heads)), {**pools, STATE: (keys,)}
     each = tuple(with_forced(chosen_TK, inputs, layer * len(each) + head) for head, chosen_TK in enumerate(each))
     chosen_TGK = of_kv_heads(jnp.stack(each, axis=1), own, config.plan)

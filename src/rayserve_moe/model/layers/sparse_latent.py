@@ -27,6 +27,7 @@ from rayserve_moe.model.layers.latent import STATES, LatentAttention, TokenIndex
 from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.kinds import StateKind
 
 
@@ -92,10 +93,10 @@ def passed(own: LatentAttention, batch: TokenBatch, pools: Pools) -> Pools:
     return {CHOSEN: (every_token(batch.positions_T, count),)}
 
 
-def index_config(own: LatentAttention) -> IndexConfig:
+def index_config(own: LatentAttention, plan: ParallelPlan) -> IndexConfig:
     """Return the static configuration of the index of all layers."""
     index = index_of(own)
-    return IndexConfig(index.num_heads, index.top_k, own.norm_eps, index.norm_eps, index.interleaved)
+    return IndexConfig(index.num_heads, index.top_k, own.norm_eps, index.norm_eps, index.interleaved, plan)
 
 
 def apply(
@@ -122,7 +123,7 @@ def apply(
         with jax.named_scope("index"):
             batch = inputs.batch.of_state(STATE)
             of_layer = AttentionInputs(weights, batch, inputs.prepared[own.kind].rotation, layer)
-            chosen_TK, keys = choose_tokens(normed_TD, *pools[STATE], of_layer, config=index_config(own))
+            chosen_TK, keys = choose_tokens(normed_TD, *pools[STATE], of_layer, config=index_config(own, config.plan))
         pools = {**pools, STATE: (keys,)}
     chosen_TK = with_forced(chosen_TK, inputs, layer)
     rows = normed_TD, {**pools, CHOSEN: (chosen_TK,)}
