@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from rayserve_moe.execution.programs.compiled import lowered, optimized
+from rayserve_moe.execution.programs.specs import programs_of
+from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.hlo_report import kernels_of
+from rayserve_moe.tools.hlo_text import read_program
+from rayserve_moe.tools.served_cases import case_of_model, lay_out
 from tests.compile.chosen_schedules import (
     ATTENTION,
     BASELINE,
     CONTEXT,
     HEADS,
     INDEX,
+    PROMPT_BLOCK,
+    PROMPTS,
     TOKENS,
     TOP_K,
     compile_kernel,
@@ -44,6 +51,33 @@ def test_single_tokens_read_the_pool_in_place(chip: str, case: str):
 def test_prompts_choose_in_place(chip: str):
     compiled = compile_kernel(chip, INDEX, 64, num_queries=32)
     assert kernels_of(text_of(compiled)) == {INDEX: 1}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("chip", CHIP_CASES)
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_prompts_attend_their_choice_in_one_kernel(chip: str, num_heads: int):
+    """Nothing of the size of a mask is kept: 512 queries and 65,536 keys, a byte each."""
+    compiled = compile_kernel(chip, PROMPTS, num_heads, num_queries=PROMPT_BLOCK)
+    assert kernels_of(text_of(compiled)) == {PROMPTS: 1}
+    queries_bytes = TOKENS * PROMPT_BLOCK * num_heads * latent_lanes(576) * 2
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * queries_bytes
+    opcodes = {one.opcode for part in text_of(compiled).computations.values() for one in part}
+    assert not opcodes & {"while", "conditional", "scatter", "sort"}
+
+
+@pytest.mark.slow
+def test_a_step_masks_no_prompt_by_xla():
+    """Beyond a choice the steps of a layer with prompts run the kernels of index and attention, and no loop of XLA."""
+    values = {"max_model_len": 8192, "max_running_requests": 2, "max_step_tokens": 128, "expert_dtype": "int8"}
+    served = lay_out(case_of_model("deepseek-v3.2", "v6e:2x4", tp=8, num_layers=4, values=values))
+    (program,) = (each for each in programs_of(served, num_pages=256) if each.name == "prefill_128")
+    plan = served.config.plan
+    text = read_program(optimized(lowered(program, plan), plan, kernels=served.config.kernels).as_text())
+    kernels = kernels_of(text)
+    assert kernels[INDEX] and kernels[PROMPTS] and kernels[ATTENTION]
+    loops = [one for part in text.computations.values() for one in part if one.opcode in ("while", "conditional")]
+    assert not [one.op_name for one in loops if "paged_attention" in one.op_name or "index" in one.op_name]
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """The tokens that the queries of a tile see, as bits in the core's memory: a mask for dense attention of prompts.
 
 A query of a prompt shares the pages that it reads with the other queries of its tile, so attending all pages under a
-mask costs products, not bytes. The mask comes from the positions of `token_index`, which chooses for a token of a prompt
-as for a single token. Scoring keys again here would cost 2 * 64 * 128 operations per query and key, and sums in another
-order would choose other tokens. A bit of the mask serves all heads of a query.
+mask costs products, not bytes. The mask comes from the positions of `token_index`, which chooses alike for a token of a
+prompt and a single token. Scoring keys again here would cost 2 * 64 * 128 operations per query and key, and sums in
+another order would choose other tokens. A bit of the mask serves all heads of a query.
 
 By libtpu's schedules, in bundles of a core for a query, with S tokens of context and H heads of a device:
 

@@ -178,7 +178,7 @@ def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
     num_scalars, see_all = len(Scalars._fields) if shape.is_grouped else len(Scalars._fields) - 3, None
     scalars, refs = Scalars(*refs[:num_scalars]), refs[num_scalars:]
     if shape.has_choice:
-        see_all, *refs = refs
+        see_all, refs = refs[0], refs[1:]
     num_given = 2 + shape.has_sinks + shape.has_new_rows + shape.has_choice
     (queries, *knobs, pool), (out, *rest) = refs[:num_given], refs[num_given:]
     chosen = knobs.pop() if shape.has_choice else None
