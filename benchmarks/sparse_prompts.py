@@ -23,8 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.markdown import markdown_table
 from rayserve_moe.config.load import set_environment_defaults
@@ -32,12 +31,13 @@ from rayserve_moe.execution.programs.compiled import lowered, optimized
 from rayserve_moe.execution.programs.specs import programs_of
 from rayserve_moe.kernels.reference import attention
 from rayserve_moe.kernels.reference.attention import KEYS_PER_SPAN, BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.tpu.chosen_attention import attend_chosen, masked_tokens
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
-from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS
+from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS as BLOCK
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, estimator_of, use_host_alone
 from rayserve_moe.tools.estimate.chips import chip_of
 from rayserve_moe.tools.estimate.dump import DumpFolder, Schedules, dump_environment
-from rayserve_moe.tools.estimate.kernel_work import StepWork
+from rayserve_moe.tools.estimate.kernel_work import SparseWork, StepWork
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.program_ops import Block, Branches, Loop, ProgramReader
 from rayserve_moe.tools.estimate.rates import calibrated
@@ -95,51 +95,92 @@ def compile_here(case: PromptCase, folder: Path) -> dict[str, Any]:
     text, memory = read_program(compiled.as_text()), compiled.memory_analysis()
     schedules, sizes = Schedules(text, dump.take()), replace(estimator.sizes, sequences=0, context=LONGEST)
     (heads,) = {own.num_heads // case.tensor for own in served.config.spec.mixers}
-    masked = masked_by_xla(plan.mesh.devices.flat[0], heads, topology=case.topology, dump=dump)
+    alone = Alone(Mesh(plan.mesh.devices.flat[:1], ("one",)), case.topology, heads, dump)
+    masked_by_xla, copied_s, until = alone.masked_by_xla(), alone.copied_s(), alone.masked_until()
     for start in STARTS:
         behind = replace(sizes, singles=program.shape.num_singles, prompt_start=start)
         estimate = replace(estimator, sizes=behind).of_schedules(text, schedules, prompt_tokens=TOKENS)
-        ops = estimate.ops_in_layer
+        index_us, masked_us = (
+            sum(op.us for op in estimate.ops_in_layer if op.name.startswith(kernel)) for kernel in (INDEX, ATTENTION)
+        )
+        own_us = masked_us if start + TOKENS <= until else copied_s * 1e6
+        sees_all = start + TOKENS <= TOP_K
         found[str(start + TOKENS)] = {
-            "step": asdict(estimate.step),
+            "step_ms": estimate.step.seconds * 1e3 + (own_us - masked_us) * estimate.num_layers / 1e3,
             "num_open_ops": estimate.num_open_ops,
-            "index_us": sum(op.us for op in ops if op.name.startswith(INDEX)),
-            "attention_us": sum(op.us for op in ops if op.name.startswith(ATTENTION)),
-            "xla_attention_us": masked(start + TOKENS) * 1e6,
+            "index_us": index_us,
+            "masked_us": masked_us,
+            "attention_us": own_us,
+            "xla_attention_us": masked_us if sees_all else masked_by_xla(start + TOKENS) * 1e6,
         }
     used = {of: getattr(memory, f"{of}_size_in_bytes") for of in ("argument", "temp")}
     num_layers = served.config.spec.num_layers
-    return {"case": asdict(case), "num_layers": num_layers, "heads": heads, "memory": used, "contexts": found}
+    return {
+        "case": asdict(case),
+        "num_layers": num_layers,
+        "heads": heads,
+        "masked_until": until,
+        "memory": used,
+        "contexts": found,
+    }
 
 
-def masked_by_xla(device: Any, heads: int, *, topology: str, dump: DumpFolder) -> Callable[[int], float]:
-    """Return a function from a context to the seconds of attention of a step that XLA masks, on a device."""
-    blocks, shape = TOKENS // PREFILL_BLOCK_TOKENS, jax.ShapeDtypeStruct
-    mesh = jax.sharding.Mesh(np.asarray([device]), ("one",))
-    queries = shape((blocks, PREFILL_BLOCK_TOKENS, heads, latent_lanes(ROW)), jnp.float32)
-    pool = shape((POOL_PAGES, PAGE, latent_lanes(ROW)), jnp.bfloat16)
-    table, positions, chosen = (
-        shape((blocks, *sizes), jnp.int32)
-        for sizes in ((LONGEST // PAGE,), (PREFILL_BLOCK_TOKENS,), (PREFILL_BLOCK_TOKENS, TOP_K))
-    )
+@dataclass(frozen=True)
+class Alone:
+    """Programs of a single device with the attention of a layer of a step, compiled and priced by themselves."""
 
-    def attend(queries: jax.Array, pool: jax.Array, places: BlockPlaces) -> jax.Array:
-        return attention.attend(queries, pool[:, :, None], places, config=ScoreConfig(scale=0.1), latent_width=LATENT)
+    mesh: Mesh
+    topology: str
+    heads: int
+    """Heads of a device."""
+    dump: DumpFolder
 
-    here = NamedSharding(mesh, PartitionSpec())
-    places = BlockPlaces(table, positions, chosen_BQK=chosen)
-    given = jax.tree.map(lambda each: shape(each.shape, each.dtype, sharding=here), (queries, pool, places))
-    with jax.set_mesh(mesh):
-        text = read_program(jax.jit(attend).lower(*given).compile().as_text())
-    chip = chip_of(topology)
-    place = Slice(chip, (tuple(device.coords),))
-    tree = ProgramReader(text, Schedules(text, dump.take()), place, StepWork(0, 0, {}, 0, 0)).tree()
+    def masked_by_xla(self) -> Callable[[int], float]:
+        """Return a function from a context to the seconds of attention of a step that XLA masks."""
+        tree = self._tree(
+            attention.attend, blocks=TOKENS // BLOCK, queries=BLOCK, axes=(slice(None), slice(None), None)
+        )
+        return lambda context: sum(self._pricing.costs(_with_spans(tree, math.ceil(context / KEYS_PER_SPAN))))
 
-    def seconds(context: int) -> float:
-        spans = math.ceil(context / KEYS_PER_SPAN)
-        return sum(Pricing(chip, calibrated(chip)).costs(_with_spans(tree, spans)))
+    def copied_s(self) -> float:
+        """Return the seconds of attention of a step that copies the chosen rows, a block of prompts after another."""
+        tree = self._tree(attend_chosen, blocks=BLOCK, queries=1)
+        return TOKENS // BLOCK * sum(self._pricing.costs(tree))
 
-    return seconds
+    def masked_until(self) -> int:
+        """Return the context up to which the kernel masks."""
+        with jax.set_mesh(self.mesh):
+            return masked_tokens(self.heads, latent_lanes(ROW), LATENT, top_k=TOP_K)
+
+    @property
+    def _pricing(self) -> Pricing:
+        chip = chip_of(self.topology)
+        return Pricing(chip, calibrated(chip))
+
+    def _tree(self, attend: Callable[..., jax.Array], *, blocks: int, queries: int, axes: Any = slice(None)) -> Block:
+        """Return the tree of a program that attends blocks of queries of a prompt; `axes` index the pool."""
+        shape = jax.ShapeDtypeStruct
+        lanes = ROW if attend is attend_chosen else latent_lanes(ROW)
+        table, positions, chosen = (
+            shape((blocks, *sizes), jnp.int32) for sizes in ((LONGEST // PAGE,), (queries,), (queries, TOP_K))
+        )
+
+        def run(queries: jax.Array, pool: jax.Array, places: BlockPlaces) -> jax.Array:
+            return attend(queries, pool[axes], places, config=ScoreConfig(scale=0.1), latent_width=LATENT)
+
+        arrays = (
+            shape((blocks, queries, self.heads, lanes), jnp.float32),
+            shape((POOL_PAGES, PAGE, latent_lanes(ROW)), jnp.bfloat16),
+            BlockPlaces(table, positions, chosen_BQK=chosen),
+        )
+        here = NamedSharding(self.mesh, PartitionSpec())
+        given = jax.tree.map(lambda each: shape(each.shape, each.dtype, sharding=here), arrays)
+        with jax.set_mesh(self.mesh):
+            text = read_program(jax.jit(run).lower(*given).compile().as_text())
+        (device,) = self.mesh.devices.flat
+        place = Slice(chip_of(self.topology), (tuple(device.coords),))
+        work = StepWork(0, 0, {}, 0, 0, sparse=SparseWork(blocks, LONGEST, TOP_K))
+        return ProgramReader(text, Schedules(text, self.dump.take()), place, work).tree()
 
 
 def _with_spans(block: Block, spans: int) -> Block:
@@ -175,7 +216,7 @@ def sparse_prompts(cases: Mapping[str, Any]) -> str:
     for name, found in cases.items():
         layers, tensor = found["num_layers"], found["case"]["tensor"]
         for context, each in found["contexts"].items():
-            step, index, own = each["step"]["seconds"] * 1e3, each["index_us"], each["attention_us"]
+            step, index, own = each["step_ms"], each["index_us"], each["attention_us"]
             times = [one * layers / 1e3 for one in (index, own, index * tensor, each["xla_attention_us"])]
             before = step - times[0] - times[1] + times[2] + times[3]
             rows.append([name, f"{int(context):,}", *(f"{one:,.1f}" for one in (step, *times, before))])

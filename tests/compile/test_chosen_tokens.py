@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from rayserve_moe.execution.programs.compiled import lowered, optimized
 from rayserve_moe.execution.programs.specs import programs_of
+from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.tpu import chosen_blocks, paged_attention
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.hlo_report import kernels_of
@@ -24,7 +28,7 @@ from tests.compile.chosen_schedules import (
     compile_kernel,
     work_of_kernel,
 )
-from tests.compile.topologies import TOPOLOGY_OF_CHIP, text_of
+from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 
 CHIP_CASES = ["v6e", *(pytest.param(chip, marks=pytest.mark.slow) for chip in TOPOLOGY_OF_CHIP if chip != "v6e")]
 KEY_BYTES, GROUP_BYTES = 128 * 2, 8 * 640 * 2
@@ -64,6 +68,25 @@ def test_prompts_attend_their_choice_in_one_kernel(chip: str, num_heads: int):
     assert compiled.memory_analysis().temp_size_in_bytes <= 2 * queries_bytes
     opcodes = {one.opcode for part in text_of(compiled).computations.values() for one in part}
     assert not opcodes & {"while", "conditional", "scatter", "sort"}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("chip", CHIP_CASES)
+@pytest.mark.parametrize("num_queries", [1, PROMPT_BLOCK])
+def test_chosen_blocks_are_attended_in_one_kernel(chip: str, num_queries: int):
+    """Two KV heads choose 16 blocks of 128 each; nothing of the size of a mask or of pages is kept."""
+    shape, sizes = jax.ShapeDtypeStruct, (TOKENS, num_queries)
+
+    def attend(queries, pool, table, positions, chosen):
+        run = chosen_blocks.attend_chosen_blocks if num_queries == 1 else paged_attention.attend
+        places = BlockPlaces(table, positions, chosen_BQK=chosen)
+        return run(queries, pool, places, config=ScoreConfig(scale=0.1), block_size=128)
+
+    queries, pool = shape((*sizes, 32, 128), jnp.bfloat16), shape((4096, 128, 512), jnp.bfloat16)
+    integers = (shape(dims, jnp.int32) for dims in ((TOKENS, CONTEXT // 128), sizes, (*sizes, 2, 16)))
+    compiled = compile_for(chip, attend, queries, pool, *integers)
+    assert kernels_of(text_of(compiled)) == {PROMPTS: 1}
+    assert compiled.memory_analysis().temp_size_in_bytes <= 16 << 20
 
 
 @pytest.mark.slow

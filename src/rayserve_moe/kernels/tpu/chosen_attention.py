@@ -1,4 +1,4 @@
-"""Latent attention of single tokens to chosen tokens in one TPU kernel, which copies no other pages.
+"""Latent attention to chosen tokens in one TPU kernel, which copies no other pages: single tokens, and long prompts.
 
 A row of 16 bits shares registers with its neighbours, so each chosen row is copied with the `GROUP_ROWS` rows around
 it. A block of chosen tokens is copied while the previous block is multiplied, across the tokens of a step.
@@ -30,6 +30,8 @@ from rayserve_moe.kernels.tpu.paged_tiles import Sums, Tile, accumulate, begin_s
 GROUP_ROWS, BLOCK_ROWS = 8, 512
 """Rows that are copied for a chosen token; rows of a block."""
 BLOCK_TOKENS = BLOCK_ROWS // GROUP_ROWS
+REQUEST_S, MATRIX_SHARE = 7.5e-9, 0.75
+"""Seconds of a core to request a copy, 13 bundles; share of the matrix peak that attention under a mask reaches."""
 
 
 def attend_all_or_chosen(
@@ -54,6 +56,63 @@ def attend_all_or_chosen(
         for attend, of in ((paged_attention.attend, every), (attend_chosen, some))
     )
     return jnp.where(is_dense_B1[..., None, None], dense_B1Hv, sparse_B1Hv)
+
+
+def attend_prompts(  # noqa: PLR0913 (as `reference.attention.attend`)
+    queries_BQHh: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    *,
+    config: ScoreConfig,
+    latent_width: int,
+    masked_until: int = 0,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attend blocks of prompts to `places.chosen_BQK`, over a pool as `attend_all_or_chosen` takes it.
+
+    Tokens at positions below `masked_until` (0: from the figures of the chip) share the pages of their block under a
+    mask. Others are attended as single tokens. A token's position alone decides, so its result does not depend on how a
+    prompt is cut.
+    """
+    (num_blocks, num_queries, num_heads, _), positions_BQ = queries_BQHh.shape, places.positions_BQ
+    knobs: dict[str, Any] = {"config": config, "latent_width": latent_width, "interpret": interpret}
+    assert places.chosen_BQK is not None, "tokens are chosen"
+    if not masked_until:
+        row_lanes, top_k = kv_pages.shape[2], places.chosen_BQK.shape[2]
+        masked_until = masked_tokens(num_heads, row_lanes, latent_width, top_k=top_k, interpret=interpret)
+    if places.page_table_BP.shape[1] * kv_pages.shape[1] <= masked_until:
+        return paged_attention.attend(queries_BQHh, kv_pages, places, **knobs)
+    is_far_BQ = positions_BQ >= masked_until
+
+    def attend_block(block: tuple[jax.Array, ...]) -> jax.Array:
+        queries_QHh, table_P, positions_Q, chosen_QK = block
+        tables_QP = jnp.broadcast_to(table_P, (num_queries, len(table_P)))
+        tokens = BlockPlaces(tables_QP, positions_Q[:, None], chosen_BQK=chosen_QK[:, None])
+        return attend_chosen(queries_QHh[:, None], kv_pages, tokens, **knobs)[:, 0]
+
+    def attend_far() -> jax.Array:
+        far_BQ = jnp.where(is_far_BQ, positions_BQ, -1)
+        return jax.lax.map(attend_block, (queries_BQHh, places.page_table_BP, far_BQ, places.chosen_BQK))
+
+    def nothing() -> jax.Array:
+        return jnp.zeros((num_blocks, num_queries, num_heads, latent_width), queries_BQHh.dtype)
+
+    near = places._replace(positions_BQ=jnp.where(is_far_BQ, -1, positions_BQ))
+    near_BQHv = paged_attention.attend(queries_BQHh, kv_pages, near, **knobs)
+    far_BQHv = jax.lax.cond(jnp.any(is_far_BQ), attend_far, nothing)
+    return jnp.where(is_far_BQ[..., None, None], far_BQHv, near_BQHv)
+
+
+def masked_tokens(num_heads: int, row_lanes: int, value_lanes: int, *, top_k: int, interpret: Any = False) -> int:
+    """Return the context up to which products under a mask take no longer than copies of `top_k` chosen rows.
+
+    Without a TPU it is unbounded.
+    """
+    if interpret:
+        return np.iinfo(np.int32).max
+    chip = pltpu.get_tpu_info()
+    copies_s = top_k * max(GROUP_ROWS * 2 * row_lanes / chip.mem_bw_bytes_per_second, REQUEST_S)
+    return int(copies_s * MATRIX_SHARE * chip.bf16_ops_per_second / (2 * num_heads * (row_lanes + value_lanes)))
 
 
 def attend_chosen(

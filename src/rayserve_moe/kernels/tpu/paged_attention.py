@@ -69,18 +69,20 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     sinks_H: jax.Array | None = None,
     latent_width: int = 0,
     value_width: int = 0,
+    block_size: int = 0,
     interpret: Any = False,
 ) -> jax.Array:
     """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `packed_rows` has them.
 
-    A choice of `places` is one of single positions, over latents without a window. All pages are read nevertheless: see
-    `paged_choice`. Products have the pool's dtype, or the dtype of queries if the pool has pairs of 8 bits
-    (`byte_pairs`). The real rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
+    Without a window, queries may see chosen positions only, or chosen blocks of 128 if a head fills a register
+    (`paged_choice`): pages are read nevertheless. Products have the pool's dtype, or the dtype of queries if the pool
+    has pairs of 8 bits (`byte_pairs`). The real rows of a block come first. `interpret` (see `pallas_call`) runs it
+    without a TPU.
 
     Returns: [B, Q, H, v].
     Raises: ValueError for a pool of other rows, of 8 bits that are not paired, or of pages of no multiple of 16 keys.
     """
-    knobs = Knobs(config, sinks_H, latent_width, value_width)
+    knobs = Knobs(config, sinks_H, latent_width, value_width, block_size)
     return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
 
 
@@ -121,8 +123,9 @@ def _attend(
     """Return the result of `attend`, and the pool with the new rows."""
     layout, num_heads = layout_for(kv_pages, queries_BQHh.shape[3], knobs), queries_BQHh.shape[2]
     if places.chosen_BQK is not None:
-        assert knobs.latent_width and not knobs.config.window and knobs.sinks_H is None, "tokens of latents are chosen"
-        queries_BQHh = jnp.pad(queries_BQHh, ((0, 0), (0, 0), (0, -num_heads % ALIGNED_HEADS), (0, 0)))
+        assert layout.set_heads == 1 and not knobs.config.window, "sets of a head each choose, without windows"
+        assert knobs.block_size in (0, LANES) and (knobs.block_size or layout.num_sets == 1), "a choice serves a set"
+        queries_BQHh = _padded_sets(queries_BQHh, layout.num_sets)
     queries_BCQRK = spread_queries(queries_BQHh, layout).astype(product_dtype(kv_pages, queries_BQHh))
     tile_queries = tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3])
     queries = queries_BQHh.shape[1], tile_queries, queries_BCQRK.shape[3]
@@ -141,8 +144,18 @@ def _attend(
         attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, news, shape=of_part)
         parts.append(attended)
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    attended_BQHv = gather_heads(attended_BCQRV, layout, width=layout.value_dim)[:, :, :num_heads]
+    attended_BCQRV = attended_BCQRV[:, :, :, : num_heads // layout.num_sets]
+    attended_BQHv = gather_heads(attended_BCQRV, layout, width=layout.value_dim)
     return attended_BQHv.astype(queries_BQHh.dtype), kv_pages
+
+
+def _padded_sets(queries_BQHh: jax.Array, num_sets: int) -> jax.Array:
+    """Return queries whose sets have whole registers of rows."""
+    num_blocks, num_queries, _, width = queries_BQHh.shape
+    queries_BQCRh = queries_BQHh.reshape(num_blocks, num_queries, num_sets, -1, width)
+    more = -queries_BQCRh.shape[3] % ALIGNED_HEADS
+    padded = jnp.pad(queries_BQCRh, ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
+    return padded.reshape(num_blocks, num_queries, -1, width)
 
 
 def describe_singles(
@@ -243,17 +256,19 @@ def _choice_of_visits(places: BlockPlaces, shape: TileShape) -> tuple[list[jax.A
     """Return `see_all` and `chosen` of `TileChoice` for all visits, if tokens are chosen."""
     if places.chosen_BQK is None:
         return [], []
-    sees_all_BQ = sees_all(places) | (places.positions_BQ < 0)
+    sees_all_BQ = sees_all(places, shape.block_size) | (places.positions_BQ < 0)
     sees_all_BQ = for_cores(sees_all_BQ.astype(jnp.int32), shape.num_cores, fill=1)
-    chosen_BQK = for_cores(places.chosen_BQK, shape.num_cores, fill=-1)
-    chosen_BQK = jnp.pad(chosen_BQK, ((0, 0), (0, 0), (0, -chosen_BQK.shape[2] % LANES)), constant_values=-1)
     see_all_W = jnp.min(sees_all_BQ.reshape(-1, shape.tile_queries), axis=1)
-    return [see_all_W], [chosen_BQK.reshape(-1, shape.tile_queries, chosen_BQK.shape[2])]
+    chosen = for_cores(places.chosen_BQK, shape.num_cores, fill=-1)
+    chosen_WqCK = chosen.reshape(-1, shape.tile_queries, shape.choice_sets, chosen.shape[-1])
+    chosen_WCqK = jnp.swapaxes(chosen_WqCK, 1, 2)
+    chosen_WCqK = jnp.pad(chosen_WCqK, ((0, 0),) * 3 + ((0, -chosen.shape[-1] % LANES),), constant_values=-1)
+    return [see_all_W], [chosen_WCqK.reshape(len(see_all_W), -1, chosen_WCqK.shape[3])]
 
 
-def _choice(chosen_WqK: jax.Array, shape: TileShape) -> pl.BlockSpec:
+def _choice(chosen_WDK: jax.Array, shape: TileShape) -> pl.BlockSpec:
     """Return the block spec of the chosen tokens of a visit."""
-    return pl.BlockSpec((1, *chosen_WqK.shape[1:]), lambda core, step, *_: (core * shape.visits_per_core + step, 0, 0))
+    return pl.BlockSpec((1, *chosen_WDK.shape[1:]), lambda core, step, *_: (core * shape.visits_per_core + step, 0, 0))
 
 
 def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:

@@ -10,12 +10,13 @@ By libtpu's schedules, in bundles of a core for a query, with S tokens of contex
     v5p, H 32   0.53 S, and 308 to mark 2,048 tokens; copying the chosen rows (`chosen_attention`) takes 30k
     v6e, H 16   0.12 S, and 280 to mark 2,048 tokens; copying the chosen rows takes 26k
 
-So the mask costs less up to contexts of 56k tokens on v5p, and of 205k on v6e. A prompt that is computed from its start
-has half of its length as the mean context. Tiles that see all tokens skip the marks, as in dense attention.
+The matrix units bound a block of keys, so its time on v5p is longer than its bundles. `chosen_attention.attend_prompts`
+compares products at the chip's peak with bytes: the mask costs less up to 36k tokens on v5p with 32 heads, and up to
+287k on v6e with 16. Tiles that see all tokens skip the marks, as in dense attention.
 """
 
-# B query blocks   Q queries per block   q queries of a tile   K chosen tokens   W words of a query   L lanes, 128
-# H halves of words   M rows that are scored at once   S keys of a block
+# B query blocks   Q queries per block   C sets of heads   q queries of a tile   K chosen tokens or blocks
+# W words of a query   L lanes, 128   H halves of words   M rows that are scored at once   S keys of a block
 
 from __future__ import annotations
 
@@ -46,10 +47,13 @@ def words_for(num_positions: int) -> int:
     return -(-num_positions // unit) * ALIGNED_WORDS
 
 
-def sees_all(places: BlockPlaces) -> jax.Array:
+def sees_all(places: BlockPlaces, block_size: int = 0) -> jax.Array:
     """Return True for queries that see all tokens up to their own, bool [B, Q]; False for padding."""
     assert places.chosen_BQK is not None, "tokens are chosen"
-    return jnp.sum(places.chosen_BQK >= 0, axis=-1) == places.positions_BQ + 1
+    num_chosen = jnp.sum(places.chosen_BQK >= 0, axis=-1)
+    if block_size:
+        num_chosen = jnp.min(num_chosen, axis=-1)
+    return num_chosen == places.positions_BQ // max(1, block_size) + 1
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,11 @@ class TileChoice:
     see_all: Any
     """1 for visits with only queries that see all tokens, in scalar memory."""
     chosen: Any
-    """Positions [1, q, K], -1 for none."""
+    """Positions, or blocks of `LANES` positions, by set of heads and query [1, C * q, K]; -1 for none."""
     words: Any
-    """[q, W, L]; bit r of lane l in word w stands for position (32 w + r) * L + l."""
+    """[C * q, W, L]; bit r of lane l in word w stands for position (32 w + r) * L + l."""
+    has_blocks: bool
+    """True if blocks are chosen."""
 
     def mark(self, visit: jax.Array) -> None:
         """Set the words of a tile."""
@@ -76,13 +82,15 @@ class TileChoice:
             jax.lax.fori_loop(0, self.words.shape[0], self._mark_query, None)
 
     def _mark_query(self, query: jax.Array, carry: None) -> None:
-        """Set the words of a query: products of powers of two with lanes add up the bits of a half exactly."""
+        """Set the words of a query of a set: products of powers of two with lanes add up the bits of a half exactly."""
         num_words, num_chosen = self.words.shape[1], self.chosen.shape[2]
         halves_HL = jnp.zeros((2 * num_words, LANES), jnp.float32)
         for first in range(0, num_chosen, MARKED):
             count = min(MARKED, num_chosen - first)
             position_K = self.chosen[0, pl.ds(query, 1), pl.ds(first, count)]
-            row_K = jax.lax.shift_right_arithmetic(position_K, LANES.bit_length() - 1)
+            row_K = position_K
+            if not self.has_blocks:
+                row_K = jax.lax.shift_right_arithmetic(position_K, LANES.bit_length() - 1)
             is_high_K = (row_K & HALF_BITS) != 0
             word_K = jax.lax.shift_right_arithmetic(row_K, WORD_BITS.bit_length() - 1)
             half_K = jnp.where(position_K < 0, -1, word_K + jnp.where(is_high_K, num_words, 0))
@@ -91,7 +99,8 @@ class TileChoice:
             number_HK = jax.lax.broadcasted_iota(jnp.int32, (2 * num_words, count), 0)
             lane_LK = jax.lax.broadcasted_iota(jnp.int32, (LANES, count), 0)
             powers_HK = jnp.where(number_HK == half_K, power_K, 0.0).astype(jnp.bfloat16)
-            lanes_LK = jnp.where(lane_LK == (position_K & (LANES - 1)), 1.0, 0.0).astype(jnp.bfloat16)
+            is_chosen_LK = self.has_blocks | (lane_LK == (position_K & (LANES - 1)))
+            lanes_LK = jnp.where(is_chosen_LK, 1.0, 0.0).astype(jnp.bfloat16)
             halves_HL += jax.lax.dot_general(
                 powers_HK, lanes_LK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )

@@ -39,6 +39,7 @@ class Knobs(NamedTuple):
     sinks_H: jax.Array | None
     latent_width: int
     value_width: int = 0
+    block_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class TileShape:
     is_grouped: bool = False
     has_choice: bool = False
     """True if queries see chosen tokens only; their rows and keys are whole registers."""
+    block_size: int = 0
+    """Positions of a chosen block; 0 if single tokens are chosen."""
 
     @property
     def num_rows(self) -> int:
@@ -89,8 +92,18 @@ class TileShape:
         return min(self.score_rows, -(-FEW_QUERIES * self.query_rows // ALIGNED_ROWS) * ALIGNED_ROWS)
 
     def sets_at_once(self, num_rows: int) -> int:
-        """Return the number of sets of heads, at least 1, with scores of `num_rows` rows that fit into registers."""
+        """Return the number of sets of heads, at least 1, with scores of `num_rows` rows that fit into registers.
+
+        Sets with choices of their own are scored one by one.
+        """
+        if self.has_choice:
+            return 1
         return max(1, SCORES // (num_rows * self.num_keys))
+
+    @property
+    def choice_sets(self) -> int:
+        """Return the number of sets with a choice of their own."""
+        return self.layout.num_sets if self.block_size else 1
 
     @property
     def num_tiles(self) -> int:
@@ -164,4 +177,5 @@ def shape_for(
         config=knobs.config,
         has_sinks=knobs.sinks_H is not None,
         has_choice=has_choice,
+        block_size=knobs.block_size,
     )

@@ -153,7 +153,8 @@ def tile_scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
     """Return two blocks of the pool, sums, positions of rows, the number of blocks, semaphores, words of a choice."""
     widths = (LANES, LANES, shape.layout.value_lanes)
     num_words = words_for(shape.table_width * shape.page_size)
-    words = [pltpu.VMEM((shape.tile_queries, num_words, LANES), jnp.int32)] if shape.has_choice else []
+    num_choices = shape.choice_sets * shape.tile_queries
+    words = [pltpu.VMEM((num_choices, num_words, LANES), jnp.int32)] if shape.has_choice else []
     return [
         pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
         *(pltpu.VMEM((shape.layout.num_sets, shape.num_rows, width), jnp.float32) for width in widths),
@@ -196,7 +197,7 @@ def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
         writes = GroupWrites(*rows, *rest[7:10])
         return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), positions, num_done, None)
     writes = RowWrites(*rows, *rest[7:]) if rows else None
-    choice = TileChoice(see_all, chosen, rest[7]) if shape.has_choice else None
+    choice = TileChoice(see_all, chosen, rest[7], bool(shape.block_size)) if shape.has_choice else None
     return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), positions, num_done, choice)
 
 
@@ -236,15 +237,16 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
 
     def score(i: jax.Array, carry: None, *, num_rows: int = shape.score_rows) -> None:
         rows, at_once = pl.ds(pl.multiple_of(i * num_rows, num_rows), num_rows), shape.sets_at_once(num_rows)
-        keys = first_key + jax.lax.broadcasted_iota(jnp.int32, (1, stream.num_keys), 1)
-        if tile.choice:
-            num_queries = num_rows // shape.query_rows
-            sizes = num_queries, shape.query_rows, stream.num_keys
-            keys = tile.choice.keys_of_rows(i * num_queries, first_key, shape=sizes)
-        is_seen_MS = _is_seen(keys, _wide(tile.positions[rows], stream.num_keys), shape)
+        position_MS = _wide(tile.positions[rows], stream.num_keys)
+        keys_S = first_key + jax.lax.broadcasted_iota(jnp.int32, (1, stream.num_keys), 1)
         for first in range(0, shape.layout.num_sets, at_once):
-            sets = range(first, min(first + at_once, shape.layout.num_sets))
-            accumulate(tile, sets, rows, stream.blocks.at[half], is_seen_MS)
+            sets, keys = range(first, min(first + at_once, shape.layout.num_sets)), keys_S
+            if tile.choice:
+                num_queries = num_rows // shape.query_rows
+                first_query = first * shape.tile_queries + i * num_queries
+                sizes = num_queries, shape.query_rows, stream.num_keys
+                keys = tile.choice.keys_of_rows(first_query, first_key, shape=sizes)
+            accumulate(tile, sets, rows, stream.blocks.at[half], _is_seen(keys, position_MS, shape))
 
     num_chunks, num_real = shape.num_rows // shape.score_rows, None
     if shape.is_grouped:

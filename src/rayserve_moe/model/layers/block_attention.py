@@ -75,7 +75,8 @@ def attention_choice(own: GroupedAttention, kernels: Kernels, *, pool: PoolForma
         raise UnsupportedModelError(
             f"the {kernels.name} kernels have no block-sparse attention (only {', '.join(BLOCK_ATTENTION)})"
         )
-    return choose(BLOCK_ATTENTION[kernels.name], pool, head_dim=own.head_dim, value_dim=own.value_width)
+    candidates, block_size = BLOCK_ATTENTION[kernels.name], index_of(own).block_size
+    return choose(candidates, pool, head_dim=own.head_dim, value_dim=own.value_width, block_size=block_size)
 
 
 def _table_blocks(own: GroupedAttention, batch: TokenBatch, pools: Pools) -> int:
