@@ -57,7 +57,7 @@ def test_prompts_choose_in_place(chip: str):
     assert kernels_of(text_of(compiled)) == {INDEX: 1}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chip", CHIP_CASES)
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_prompts_attend_their_choice_in_one_kernel(chip: str, num_heads: int):
@@ -70,7 +70,7 @@ def test_prompts_attend_their_choice_in_one_kernel(chip: str, num_heads: int):
     assert not opcodes & {"while", "conditional", "scatter", "sort"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chip", CHIP_CASES)
 @pytest.mark.parametrize("num_queries", [1, PROMPT_BLOCK])
 def test_chosen_blocks_are_attended_in_one_kernel(chip: str, num_queries: int):
