@@ -55,7 +55,7 @@ WORK = StepWork(
     {AttentionSizes(TOKENS, 1, 512): OF_PROMPTS},
     0,
     0,
-    sparse=SparseWork(TOKENS, CONTEXT, TOP_K, num_prompt_blocks=TOKENS, prompt_context=CONTEXT),
+    sparse=SparseWork(TOKENS, CONTEXT, TOP_K, TOKENS, TOKENS, prompt_context=CONTEXT),
 )
 
 

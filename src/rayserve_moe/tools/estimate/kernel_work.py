@@ -82,22 +82,12 @@ class SparseWork:
     """Positions whose keys a token scores."""
     top_k: int
     """Positions that it sees."""
-    num_shares: int = 1
-    """Devices that share the choice of tokens."""
-    num_prompt_blocks: int = 0
-    """Blocks of prompts; 0 if all of their tokens see all."""
+    index_tokens: int = 0
+    """Single tokens that a device of the tensor axis chooses for."""
+    index_blocks: int = 0
+    """Blocks of prompts that it chooses for; 0 if all of their tokens see all."""
     prompt_context: int = 0
     """Positions whose keys a token of a prompt scores, on average."""
-
-    @property
-    def index_tokens(self) -> int:
-        """Return the single tokens whose keys a device scores."""
-        return math.ceil(self.num_tokens / self.num_shares)
-
-    @property
-    def index_blocks(self) -> int:
-        """Return the blocks of prompts whose keys a device scores."""
-        return math.ceil(self.num_prompt_blocks / self.num_shares)
 
 
 @dataclass(frozen=True)
@@ -338,17 +328,15 @@ def _token_index(instruction: Instruction, operands: list[Instruction], sparse: 
     page_size, context, visits = pool.dims[1], sparse.context, sparse.index_tokens
     if num_queries > 1:
         context, visits = sparse.prompt_context, sparse.index_blocks * PREFILL_BLOCK_TOKENS // num_queries
-    of_step = visits / num_steps
     pages, of_block = math.ceil(context / page_size), token_index.pages_of_a_block(page_size)
     blocks, chunks = max(1, math.ceil(pages / of_block)), math.ceil(context / CHUNK_POSITIONS)
     at_once = token_index.queries_at_once(num_queries, queries.dims[1] // num_queries)
     parts = math.ceil(context / token_index.SCORE_KEYS) / blocks * num_queries / at_once
-    copied, first = pages / blocks, min(pages, of_block) / num_steps if visits else 0.0
-    of_blocks = (copied * (1 - 1 / blocks), copied / blocks, parts)
+    of_step, first = visits / num_steps, min(pages, of_block) / num_steps if visits else 0.0
+    of_blocks = (pages / blocks * (1 - 1 / blocks), pages / blocks**2, parts)
     trips = (first, num_queries * chunks * of_step, blocks * of_step, *of_blocks, *[chunks * of_step] * 4)
     num_bytes = visits * pages * page_size * pool.num_bytes / math.prod(pool.dims[:2])
-    beside = (*trips[:2], 0.0, *trips[3:])
-    return KernelWork(num_bytes, (), trips_each=trips, trips_beside=beside, visits=visits)
+    return KernelWork(num_bytes, (), trips_each=trips, trips_beside=(*trips[:2], 0.0, *trips[3:]), visits=visits)
 
 
 def _chosen_attention(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork:

@@ -101,7 +101,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
                 attention[call] = [*attention.get(call, []), *[of_call] * num_layers]
             heads = shape.num_heads // plan.tensor_size
             limit = sparse.top_k if sparse is not None and see_some else window
-            of_prompt = sparse.top_k if sparse is not None and sparse.num_prompt_blocks else window
+            of_prompt = sparse.top_k if sparse is not None and sparse.index_blocks else window
             pairs = _seen(sizes, of_prompt, of_single=limit, prompt_tokens=prompt_tokens)
             flops += 2 * heads * (shape.key_width + shape.value_width) * pairs * num_layers
     state_bytes = _state_bytes(model, sizes, sparse, prompt_tokens=prompt_tokens)
@@ -132,7 +132,7 @@ def _state_bytes(model: ModelConfig, sizes: StepSizes, sparse: SparseWork | None
         limit = _rows_read(state.kind.name, sizes, sparse)
         num = sizes.sequences
         if sparse is not None and state.kind.name == INDEX_KEYS:
-            num = math.ceil(num / sparse.num_shares)
+            num = math.ceil(num / plan.tensor_size)
         before = math.ceil(prompt_tokens / min(sizes.context, max(prompt_tokens, 1))) * sizes.prompt_start
         return sum(
             num * min(limit, window or limit) + min(before, window or before) + prompt_tokens
@@ -160,8 +160,8 @@ def _sparse_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int) ->
         singles,
         sizes.context,
         layout.top_k,
-        num_shares=model.plan.tensor_size,
-        num_prompt_blocks=blocks,
+        index_tokens=math.ceil(singles / model.plan.tensor_size),
+        index_blocks=math.ceil(blocks / model.plan.tensor_size),
         prompt_context=sizes.prompt_start + length // 2 if blocks else 0,
     )
 
