@@ -46,6 +46,7 @@ from benchmarks.rollout_tables import rollout_job, rollout_reading
 from benchmarks.routing_table import bfloat16_routing
 from benchmarks.selection_table import balanced_selection
 from benchmarks.sparse_contexts import sparse_contexts
+from benchmarks.sparse_prompts import sparse_prompts
 from benchmarks.speculation_table import speculation, speculation_calculator
 from benchmarks.structured_table import hostile_schemas, published_text, schema_suite, structured_output
 from benchmarks.weight_table import weight_updates
@@ -312,6 +313,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "published_rows": published_rows,
     "families": families,
     "sparse_contexts": sparse_contexts,
+    "sparse_prompts": sparse_prompts,
     "planner": planner,
     "rebalance": rebalance,
     "expert_traffic": expert_traffic,

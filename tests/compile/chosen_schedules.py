@@ -12,26 +12,51 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.kernels.tpu.chosen_attention import attend_chosen
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
+from rayserve_moe.kernels.tpu.paged_sizes import pages_of_a_block
 from rayserve_moe.kernels.tpu.token_index import choose_tokens
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.dump import DumpFolder
-from rayserve_moe.tools.estimate.kernel_work import KernelWork, SparseWork, StepWork, kernel_name, work_of
+from rayserve_moe.tools.estimate.kernel_work import (
+    AttentionSizes,
+    AttentionWork,
+    KernelWork,
+    SparseWork,
+    StepWork,
+    kernel_name,
+    work_of,
+)
 from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for, text_of
 
-TOKENS, CONTEXT, PAGE, NUM_PAGES, TOP_K = 16, 1 << 16, 128, 4096, 2048
-INDEX, ATTENTION = "token_index", "chosen_attention"
+TOKENS, PROMPT_BLOCK, CONTEXT, PAGE, NUM_PAGES, TOP_K = 16, 32, 1 << 16, 128, 4096, 2048
+INDEX, ATTENTION, PROMPTS = "token_index", "chosen_attention", "paged_attention"
 HEADS = {
     f"{INDEX}, 64 heads": (INDEX, 64),
     f"{INDEX}, 32 heads": (INDEX, 32),
     f"{ATTENTION}, 16 heads": (ATTENTION, 16),
     f"{ATTENTION}, 128 heads": (ATTENTION, 128),
 }
-"""The kernel and its heads."""
-WORK = StepWork(0, 0, {}, 0, 0, sparse=SparseWork(TOKENS, CONTEXT, TOP_K))
+"""The kernel of single tokens and its heads."""
+PROMPT_HEADS = {
+    f"{INDEX} of prompts, 64 heads": (INDEX, 64),
+    f"{PROMPTS} of prompts, 16 heads": (PROMPTS, 16),
+    f"{PROMPTS} of prompts, 32 heads": (PROMPTS, 32),
+}
+"""The kernel of prompts and its heads; all queries of a tile fit into one visit."""
+BLOCK_KEYS = pages_of_a_block(PAGE, latent_lanes(576) * 2, CONTEXT // PAGE) * PAGE
+OF_PROMPTS = AttentionWork(TOKENS, TOKENS * CONTEXT / BLOCK_KEYS, 0, TOKENS * CONTEXT / PAGE, is_of_prompts=True)
+WORK = StepWork(
+    0,
+    0,
+    {AttentionSizes(TOKENS, 1, 512): OF_PROMPTS},
+    0,
+    0,
+    sparse=SparseWork(TOKENS, CONTEXT, TOP_K, TOKENS, TOKENS, prompt_context=CONTEXT),
+)
 
 
 def compile_kernel(chip: str, kernel: str, num_heads: int, *, num_queries: int = 1) -> jax.stages.Compiled:
@@ -52,7 +77,12 @@ def compile_kernel(chip: str, kernel: str, num_heads: int, *, num_queries: int =
         places = BlockPlaces(*places, chosen_BQK=chosen)
         return attend_chosen(queries, pool, places, config=ScoreConfig(scale=0.1), latent_width=512)
 
-    chosen = shape((TOKENS, 1, TOP_K), np.int32)
+    def attend_masked(queries, pool, chosen, *places):
+        places = BlockPlaces(*places, chosen_BQK=chosen)
+        return paged_attention.attend(queries, pool, places, config=ScoreConfig(scale=0.1), latent_width=512)
+
+    chosen = shape((TOKENS, num_queries, TOP_K), np.int32)
+    attend = attend_masked if kernel == PROMPTS else attend
     return compile_for(chip, attend, queries, pool, chosen, table, positions)
 
 
@@ -70,12 +100,13 @@ def work_of_kernel(compiled: jax.stages.Compiled) -> KernelWork:
 def compile_all(chip: str, dump: DumpFolder) -> dict[str, float]:
     """Compile every case for a chip; bundles of a core for a token."""
     found, cores = {}, CHIPS[chip].cores_per_device
-    for name, (kernel, num_heads) in HEADS.items():
-        compiled = compile_kernel(chip.removeprefix("tpu"), kernel, num_heads)
+    for name, (kernel, num_heads) in (HEADS | PROMPT_HEADS).items():
+        num_queries = PROMPT_BLOCK if name in PROMPT_HEADS else 1
+        compiled = compile_kernel(chip.removeprefix("tpu"), kernel, num_heads, num_queries=num_queries)
         (text,) = (text for op, text in dump.take().items() if op.startswith(kernel))
         spent = work_of_kernel(compiled).of_core(read_schedule(text), cores=cores, iterations=0)
         assert not spent.is_least, "every loop is known"
-        found[name] = round(spent.bundles * cores / TOKENS)
+        found[name] = round(spent.bundles * cores / TOKENS / num_queries)
     return found
 
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from rayserve_moe.execution.programs.compiled import lowered, optimized
+from rayserve_moe.execution.programs.specs import programs_of
+from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
+from rayserve_moe.kernels.tpu import chosen_blocks, paged_attention
+from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.hlo_report import kernels_of
+from rayserve_moe.tools.hlo_text import read_program
+from rayserve_moe.tools.served_cases import case_of_model, lay_out
 from tests.compile.chosen_schedules import (
     ATTENTION,
     BASELINE,
     CONTEXT,
     HEADS,
     INDEX,
+    PROMPT_BLOCK,
+    PROMPTS,
     TOKENS,
     TOP_K,
     compile_kernel,
     work_of_kernel,
 )
-from tests.compile.topologies import TOPOLOGY_OF_CHIP, text_of
+from tests.compile.topologies import TOPOLOGY_OF_CHIP, compile_for, text_of
 
 CHIP_CASES = ["v6e", *(pytest.param(chip, marks=pytest.mark.slow) for chip in TOPOLOGY_OF_CHIP if chip != "v6e")]
 KEY_BYTES, GROUP_BYTES = 128 * 2, 8 * 640 * 2
@@ -44,6 +55,52 @@ def test_single_tokens_read_the_pool_in_place(chip: str, case: str):
 def test_prompts_choose_in_place(chip: str):
     compiled = compile_kernel(chip, INDEX, 64, num_queries=32)
     assert kernels_of(text_of(compiled)) == {INDEX: 1}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("chip", CHIP_CASES)
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_prompts_attend_their_choice_in_one_kernel(chip: str, num_heads: int):
+    """Nothing of the size of a mask is kept: 512 queries and 65,536 keys, a byte each."""
+    compiled = compile_kernel(chip, PROMPTS, num_heads, num_queries=PROMPT_BLOCK)
+    assert kernels_of(text_of(compiled)) == {PROMPTS: 1}
+    queries_bytes = TOKENS * PROMPT_BLOCK * num_heads * latent_lanes(576) * 2
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * queries_bytes
+    opcodes = {one.opcode for part in text_of(compiled).computations.values() for one in part}
+    assert not opcodes & {"while", "conditional", "scatter", "sort"}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("chip", CHIP_CASES)
+@pytest.mark.parametrize("num_queries", [1, PROMPT_BLOCK])
+def test_chosen_blocks_are_attended_in_one_kernel(chip: str, num_queries: int):
+    """Two KV heads choose 16 blocks of 128 each; nothing of the size of a mask or of pages is kept."""
+    shape, sizes = jax.ShapeDtypeStruct, (TOKENS, num_queries)
+
+    def attend(queries, pool, table, positions, chosen):
+        run = chosen_blocks.attend_chosen_blocks if num_queries == 1 else paged_attention.attend
+        places = BlockPlaces(table, positions, chosen_BQK=chosen)
+        return run(queries, pool, places, config=ScoreConfig(scale=0.1), block_size=128)
+
+    queries, pool = shape((*sizes, 32, 128), jnp.bfloat16), shape((4096, 128, 512), jnp.bfloat16)
+    integers = (shape(dims, jnp.int32) for dims in ((TOKENS, CONTEXT // 128), sizes, (*sizes, 2, 16)))
+    compiled = compile_for(chip, attend, queries, pool, *integers)
+    assert kernels_of(text_of(compiled)) == {PROMPTS: 1}
+    assert compiled.memory_analysis().temp_size_in_bytes <= 16 << 20
+
+
+@pytest.mark.slow
+def test_a_step_masks_no_prompt_by_xla():
+    """Beyond a choice the steps of a layer with prompts run the kernels of index and attention, and no loop of XLA."""
+    values = {"max_model_len": 8192, "max_running_requests": 2, "max_step_tokens": 128, "expert_dtype": "int8"}
+    served = lay_out(case_of_model("deepseek-v3.2", "v6e:2x4", tp=8, num_layers=4, values=values))
+    (program,) = (each for each in programs_of(served, num_pages=256) if each.name == "prefill_128")
+    plan = served.config.plan
+    text = read_program(optimized(lowered(program, plan), plan, kernels=served.config.kernels).as_text())
+    kernels = kernels_of(text)
+    assert kernels[INDEX] and kernels[PROMPTS] and kernels[ATTENTION]
+    loops = [one for part in text.computations.values() for one in part if one.opcode in ("while", "conditional")]
+    assert not [one.op_name for one in loops if "paged_attention" in one.op_name or "index" in one.op_name]
 
 
 @pytest.mark.slow

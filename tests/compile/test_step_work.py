@@ -108,11 +108,30 @@ def test_beyond_a_choice_an_index_is_read_and_the_chosen_rows_alone():
     values = {"max_model_len": 8192, "max_running_requests": 2}
     model = lay_out(case_of_model("deepseek-v3.2", "v5p:2x4x4", tp=4, values=values)).config
     short, long = (step_work(model, StepSizes("v5p:2x4x4", 2, context)) for context in (2048, 8192))
-    assert (short.sparse, long.sparse) == (SparseWork(0, 2048, 2048), SparseWork(2, 8192, 2048))
-    assert long.hbm_bytes - short.hbm_bytes == pytest.approx(2 * 61 * 8192 * 128 * 2)
-    assert long.flops - short.flops == pytest.approx(2 * 2 * 61 * 8192 * 64 * 128)
+    assert (short.sparse, long.sparse) == (SparseWork(0, 2048, 2048), SparseWork(2, 8192, 2048, 1))
+    assert long.hbm_bytes - short.hbm_bytes == pytest.approx(61 * 8192 * 128 * 2), "a device scores one of two"
+    assert long.flops - short.flops == pytest.approx(2 * 61 * 8192 * 64 * 128)
     (dense,), (nothing,) = (found.attention.values() for found in (short, long))
     assert dense.kv_bytes == 2 * 2048 * 640 * 2 and (nothing.num_visits, nothing.kv_bytes) == (0, 0)
+
+
+def test_a_part_of_a_prompt_sees_what_earlier_steps_computed():
+    """A device attends 32 blocks of 32 heads to blocks of 512 keys, and chooses for 8 of the blocks."""
+    values = {"max_model_len": 8192, "max_running_requests": 2}
+    model = lay_out(case_of_model("deepseek-v3.2", "v5p:2x4x4", tp=4, values=values)).config
+    first, last = (
+        step_work(model, StepSizes("v5p:2x4x4", 2, 8192, prompt_start=start), prompt_tokens=1024) for start in (0, 7168)
+    )
+    assert (first.sparse, last.sparse) == (
+        SparseWork(2, 8192, 2048, 1),
+        SparseWork(2, 8192, 2048, 1, index_blocks=8, prompt_context=7168 + 512),
+    )
+    (of_first,), (of_last,) = (
+        [one for one in found.attention.values() if one.is_of_prompts] for found in (first, last)
+    )
+    assert (of_first.num_visits, of_last.num_visits) == (16 * 1 + 16 * 2, 16 * 15 + 16 * 16)
+    seen, of_index = 2 * 32 * (576 + 512) * 61 * 1024, 2 * 61 * 64 * 128 * 8 * 32
+    assert last.flops - first.flops == pytest.approx(seen * (2048 - 512) + of_index * (7168 + 512))
 
 
 def test_cores_that_share_a_device_share_blocks_of_an_attention_of_our_own():

@@ -16,6 +16,7 @@ from rayserve_moe.kernels.kv_pool import write_rows
 from rayserve_moe.kernels.reference.block_index import BlockChoice
 from rayserve_moe.kernels.reference.layers import project, rms_norm, rotate
 from rayserve_moe.kernels.token_index import choose_in_parts
+from rayserve_moe.parallel.sharding import ParallelPlan
 
 BLOCK_INDEX = ("index_q_LDi", "index_k_LDd", "index_q_norm_Ld", "index_k_norm_Ld")
 """Parameters of an index of blocks."""
@@ -33,6 +34,8 @@ class BlockIndexConfig:
     """Epsilon of the norms of queries and keys."""
     interleaved_rotation: bool = False
     """See `layers.rotate`."""
+    plan: ParallelPlan | None = None
+    """Devices that share the choice; None: this device chooses for all tokens."""
 
 
 def choose_layer_blocks(
@@ -66,5 +69,6 @@ def choose_layer_blocks(
         key_pages = write_rows(key_pages, rows_of(keys_T1d), slots_T)
     with jax.named_scope("index_scores"):
         choose = partial(choose, choice=config.choice)
-        chosen_TAK = choose_in_parts((queries_TAd,), key_pages, batch, first_page=first_page, choose=choose)
+        places = (batch, first_page)
+        chosen_TAK = choose_in_parts((queries_TAd,), key_pages, *places, choose=choose, plan=config.plan)
     return chosen_TAK, key_pages

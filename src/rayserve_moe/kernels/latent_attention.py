@@ -28,7 +28,7 @@ from rayserve_moe.kernels.attention_layer import (
     attend_blocks,
     write_early,
 )
-from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig, attend
+from rayserve_moe.kernels.reference.attention import ScoreConfig
 from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
 
 
@@ -87,26 +87,6 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
         values_TH = values_TAv.reshape(len(normed_TD), -1)
         out_TD = jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
-
-
-def attend_masked(
-    queries_BQHh: jax.Array, kv_pages: jax.Array, places: BlockPlaces, *, config: ScoreConfig, latent_width: int
-) -> jax.Array:
-    """Attend as `reference.attention.attend` over latents in rows of `packed_latents`, [N, page, X].
-
-    Nothing is read if all queries are padding.
-    """
-    assert config.scale is not None, "the scale of scores does not follow from padded rows"
-    padding = kv_pages.shape[-1] - queries_BQHh.shape[-1]
-    queries_BQHX = jnp.pad(queries_BQHh, ((0, 0), (0, 0), (0, 0), (0, padding)))
-
-    def masked() -> jax.Array:
-        return attend(queries_BQHX, kv_pages[:, :, None], places, config=config, latent_width=latent_width)
-
-    def nothing() -> jax.Array:
-        return jnp.zeros((*queries_BQHh.shape[:3], latent_width), queries_BQHh.dtype)
-
-    return jax.lax.cond(jnp.any(places.positions_BQ >= 0), masked, nothing)
 
 
 def attend_by_choice(

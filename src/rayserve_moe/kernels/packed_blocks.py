@@ -54,7 +54,7 @@ def unpacked_kv(rows_SX: jax.Array, *, num_kv_heads: int, head_dim: int, value_d
     return jnp.concatenate([heads(0, head_dim), heads(layout.values_at, value_dim)], axis=-1)
 
 
-def unsupported_blocks(pool: PoolFormat, *, head_dim: int, value_dim: int) -> str:
+def unsupported_blocks(pool: PoolFormat, *, head_dim: int, value_dim: int, block_size: int) -> str:
     """Return why block-sparse attention does not take a pool; empty if it does."""
-    del head_dim, value_dim
+    del head_dim, value_dim, block_size
     return "kv_cache_dtype fp8 does not store the keys of an index" if pool.is_8_bit else unsupported_pages(pool)

@@ -23,7 +23,7 @@ from rayserve_moe.kernels.block_index import choose_layer_blocks
 from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound, operation, supports_all
 from rayserve_moe.kernels.cpu_native import calls, index_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
-from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer, attend_masked
+from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer
 from rayserve_moe.kernels.operations import (
     ADVANCE,
     AttentionKernels,
@@ -43,6 +43,7 @@ from rayserve_moe.kernels.token_index import choose_layer_tokens
 from rayserve_moe.kernels.tpu import (
     add_norm,
     chosen_attention,
+    chosen_blocks,
     delta_rule,
     device_rows,
     device_sums,
@@ -140,11 +141,10 @@ PAGED_LATENTS = AttentionKernels(
 
 def sparse_latents(*, interpret: Any = False) -> AttentionKernels:
     """Return sparse latent attention of TPUs; `interpret` (see `pallas_call`) runs its kernels without one."""
-    attend = partial(chosen_attention.attend_all_or_chosen, interpret=interpret)
     sparse = partial(
         attend_latent_layer,
-        decode=partial(attend, sparse=partial(chosen_attention.attend_chosen, interpret=interpret)),
-        prefill=partial(attend, sparse=attend_masked),
+        decode=partial(chosen_attention.attend_all_or_chosen, interpret=interpret),
+        prefill=partial(chosen_attention.attend_prompts, interpret=interpret),
         rows_of=packed_latents,
     )
     choose = Operation(
@@ -267,9 +267,28 @@ SPARSE_ATTENTION: dict[str, AttentionCandidates] = {
 """Candidates for sparse latent attention by name of a table.
 
 On a TPU it is dense, by the kernel of latent attention, for tokens that see no more than are chosen. Beyond them a
-kernel chooses the tokens, and another attends single tokens to them. No kernel attends prompts to them yet: XLA masks
-dense attention, so such a token of a prompt costs as much as in dense attention.
+kernel chooses the tokens, and another copies them for single tokens and for long prompts. The tokens of other prompts
+share the pages that they read, and are attended by the dense kernel under a mask (`tpu.paged_choice`).
 """
+
+
+def _sparse_blocks(*, decode: Callable[..., jax.Array], prefill: Callable[..., jax.Array]) -> AttentionKernels:
+    """Return block-sparse attention of TPUs: dense by the paged kernel, or by these functions to chosen blocks."""
+    sparse = partial(attend_layer, decode=decode, prefill=prefill, project=PAGED.project)
+    return replace(
+        PAGED,
+        attend=partial(attend_by_choice, dense=PAGED.attend, sparse=sparse),
+        choose_blocks=partial(choose_layer_blocks, choose=block_index.choose_blocks, rows_of=packed_latents),
+    )
+
+
+def sparse_blocks(*, interpret: Any = False) -> AttentionKernels:
+    """Return block-sparse attention of TPUs by the paged kernel; `interpret` as in `sparse_latents`."""
+    return _sparse_blocks(
+        decode=partial(chosen_blocks.attend_chosen_blocks, interpret=interpret),
+        prefill=partial(paged_attention.attend, interpret=interpret),
+    )
+
 
 BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
     "cpu": (
@@ -281,29 +300,18 @@ BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
         Candidate("cpu_native", replace(CPU_NATIVE.attention, choose_blocks=index_call.choose_layer_blocks)),
     ),
     "tpu": (
+        Candidate("paged", sparse_blocks(), chosen_blocks.unsupported_reason),
         Candidate(
             "paged to index_topk_blocks blocks, then xla",
-            replace(
-                PAGED,
-                attend=partial(
-                    attend_by_choice,
-                    dense=PAGED.attend,
-                    sparse=partial(
-                        attend_layer,
-                        decode=attend_chosen_blocks,
-                        prefill=attend_chosen_blocks,
-                        project=PAGED.project,
-                    ),
-                ),
-                choose_blocks=partial(choose_layer_blocks, choose=block_index.choose_blocks, rows_of=packed_latents),
-            ),
+            _sparse_blocks(decode=attend_chosen_blocks, prefill=attend_chosen_blocks),
             unsupported_blocks,
         ),
     ),
 }
 """Candidates for block-sparse grouped attention by name of a table, which also compute the model's dense layers.
 
-On a TPU as `SPARSE_ATTENTION`: dense, by the kernel, up to the number of chosen blocks, then by XLA.
+On a TPU as `SPARSE_ATTENTION`, but XLA chooses the blocks. Of other sizes XLA also attends to them, beyond as many as
+are chosen.
 """
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}

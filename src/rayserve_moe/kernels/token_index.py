@@ -17,6 +17,7 @@ from rayserve_moe.kernels.kv_pool import write_rows
 from rayserve_moe.kernels.latent_attention import query_latents
 from rayserve_moe.kernels.reference.attention import BlockPlaces
 from rayserve_moe.kernels.reference.layers import Rotation, layer_norm, project, rotate
+from rayserve_moe.parallel.sharding import ParallelPlan
 
 TokenChoice = Callable[..., jax.Array]
 """The signature of `reference.token_index.choose_tokens`."""
@@ -39,6 +40,8 @@ class IndexConfig:
     """Epsilon of the layer norm of keys."""
     interleaved_rotation: bool = False
     """See `layers.rotate`."""
+    plan: ParallelPlan | None = None
+    """Devices that share the choice; None: this device chooses for all tokens."""
 
 
 def choose_layer_tokens(
@@ -66,7 +69,8 @@ def choose_layer_tokens(
         key_pages = write_rows(key_pages, rows_of(keys_T1d), slots_T)
     with jax.named_scope("index_scores"):
         choose = partial(choose, top_k=config.top_k)
-        chosen_TK = choose_in_parts((queries_TAd, weights_TA), key_pages, batch, first_page=first_page, choose=choose)
+        scoring, places = (queries_TAd, weights_TA), (batch, first_page)
+        chosen_TK = choose_in_parts(scoring, key_pages, *places, choose=choose, plan=config.plan)
     return chosen_TK, key_pages
 
 
@@ -74,20 +78,55 @@ def choose_in_parts(
     scoring: tuple[jax.Array, ...],
     key_pages: jax.Array,
     batch: TokenBatch,
-    *,
     first_page: jax.Array,
+    *,
     choose: TokenChoice,
+    plan: ParallelPlan | None,
 ) -> jax.Array:
-    """Choose for single tokens and for prefill blocks, [T, ..., K]; `scoring` are arrays of tokens, queries first."""
+    """Choose for single tokens and for prefill blocks, [T, ..., K]; `scoring` are arrays of tokens, queries first.
+
+    The devices of the tensor axis of `plan` choose for a share of the tokens each.
+    """
     singles, page_table_BP, parts = batch.num_singles, batch.page_table_BP + first_page, []
     for of_part in (slice(0, singles), slice(singles, None)):
         tables_BP = page_table_BP[of_part]
         if len(tables_BP):
             places = BlockPlaces(tables_BP, batch.positions_T[of_part].reshape(len(tables_BP), -1))
-            in_blocks = (each[of_part].reshape(*places.positions_BQ.shape, *each.shape[1:]) for each in scoring)
-            chosen_BQK = choose(*in_blocks, key_pages, places)
+            in_blocks = tuple(each[of_part].reshape(*places.positions_BQ.shape, *each.shape[1:]) for each in scoring)
+            own_places, own = _share(places, in_blocks, plan)
+            chosen_BQK = _of_all(choose(*own, key_pages, own_places), len(tables_BP), plan)
             parts.append(chosen_BQK.reshape(-1, *chosen_BQK.shape[2:]))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _share(
+    places: BlockPlaces, in_blocks: tuple[jax.Array, ...], plan: ParallelPlan | None
+) -> tuple[BlockPlaces, tuple[jax.Array, ...]]:
+    """Return the blocks that this device chooses for: one in `tensor_size`, as neighbours have similar contexts."""
+    num_blocks = len(places.positions_BQ)
+    if plan is None or not _is_shared(num_blocks, plan):
+        return places, in_blocks
+    size, rank = plan.tensor_size, plan.tensor_rank()
+
+    def own(array: jax.Array, fill: int = 0) -> jax.Array:
+        widths = ((0, -num_blocks % size), *((0, 0),) * (array.ndim - 1))
+        by_rank = jnp.pad(array, widths, constant_values=fill).reshape(-1, size, *array.shape[1:])
+        return jax.lax.dynamic_index_in_dim(by_rank, rank, 1, keepdims=False)
+
+    own_places = BlockPlaces(own(places.page_table_BP), own(places.positions_BQ, fill=-1))
+    return own_places, tuple(own(each) for each in in_blocks)
+
+
+def _of_all(chosen_BQK: jax.Array, num_blocks: int, plan: ParallelPlan | None) -> jax.Array:
+    """Return the choice of all blocks from those of the devices that share them."""
+    if plan is None or not _is_shared(num_blocks, plan):
+        return chosen_BQK
+    by_rank = plan.stack_tensor_ranks(chosen_BQK, dim=1)
+    return by_rank.reshape(-1, *chosen_BQK.shape[1:])[:num_blocks]
+
+
+def _is_shared(num_blocks: int, plan: ParallelPlan) -> bool:
+    return plan.tensor_size > 1 and num_blocks > 1
 
 
 def _keys(normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: IndexConfig) -> jax.Array:

@@ -86,6 +86,10 @@ class ParallelPlan:
         """Add up the partial sums of the tensor axis's devices."""
         return jax.lax.psum(partial_sum, TENSOR) if self.tensor_size > 1 else partial_sum
 
+    def stack_tensor_ranks(self, local: jax.Array, *, dim: int) -> jax.Array:
+        """Stack the tensor ranks' arrays along a new dimension `dim`, in rank order."""
+        return jax.lax.all_gather(local, TENSOR, axis=dim)
+
     def gather_data_ranks(self, local: jax.Array, *, dim: int) -> jax.Array:
         """Concatenate the data ranks' parts of an array along `dim`, in rank order."""
         return jax.lax.all_gather(local, DATA, axis=dim, tiled=True) if self.data_size > 1 else local

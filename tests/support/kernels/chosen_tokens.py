@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.latent_attention import LatentConfig
@@ -23,9 +24,18 @@ from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import SPARSE_ATTENTION, sparse_latents
 from rayserve_moe.kernels.token_index import IndexConfig
-from rayserve_moe.kernels.tpu import chosen_attention, paged_attention, token_index, top_tokens
+from rayserve_moe.kernels.tpu import (
+    chosen_attention,
+    chosen_blocks,
+    paged_attention,
+    paged_choice,
+    paged_sizes,
+    token_index,
+    top_tokens,
+)
 from rayserve_moe.kernels.tpu.chosen_attention import RowStream
 from rayserve_moe.kernels.tpu.packed_rows import packed_latents
+from rayserve_moe.kernels.tpu.paged_choice import TileChoice
 from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, print_outcomes
 from tests.support.kernels.paged_attention import OtherHalf, no_wait_for_pages, pages_into_the_block_in_use
 from tests.unit.kernels.latent_cases import LatentModel
@@ -68,9 +78,43 @@ class AttentionCase:
     num_cores: int = 1
 
 
+@dataclass(frozen=True)
+class PromptCase:
+    """Blocks of queries as in `IndexCase` that see up to `top_k` of the tokens before them, in tiles of `max_rows`.
+
+    Tokens from `masked_until` on are attended one by one.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    num_queries: int
+    top_k: int
+    num_heads: int = 8
+    dtype: str = "float32"
+    max_rows: int = 1024
+    num_cores: int = 1
+    word_bits: int = 32
+    masked_until: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    """Blocks of queries as in `IndexCase` that see `top_k` blocks of 128 tokens, others by each of two KV heads."""
+
+    blocks: tuple[tuple[int, int], ...]
+    num_queries: int
+    num_heads: int = 16
+    dtype: str = "float32"
+    top_k: int = 2
+    max_rows: int = 1024
+    word_bits: int = 32
+
+
 SINGLES = IndexCase(((300, 1), (0, 0), (39, 1), (383, 1), (40, 1), (7, 1)), 1, 40)
 FEW = AttentionCase((300, -1, 130, 383), 130)
-CASES: dict[str, IndexCase | AttentionCase] = {
+PROMPTS = PromptCase(((100, 4), (0, 0), (38, 3), (0, 4), (125, 4), (380, 4)), 4, 40, word_bits=2)
+BLOCKS = BlockCase(((380, 4), (0, 0), (126, 4), (254, 4), (300, 3)), 4, word_bits=2)
+Case = IndexCase | AttentionCase | PromptCase | BlockCase
+CASES: dict[str, Case] = {
     "index of single tokens": SINGLES,
     "index of prompts in tiles, on two cores": IndexCase(
         ((100, 4), (0, 0), (38, 3), (0, 4), (380, 4)), 4, 40, score_bytes=2 * 4 * PAGE * TABLE_WIDTH, num_cores=2
@@ -83,6 +127,14 @@ CASES: dict[str, IndexCase | AttentionCase] = {
     "all or few, on two cores, in bfloat16": AttentionCase(
         (100, -1, 77, 39, 210), 40, whole=(3,), num_heads=20, dtype="bfloat16", num_cores=2
     ),
+    "prompts of six sequences": PROMPTS,
+    "prompts in tiles, on two cores, in bfloat16": PromptCase(
+        ((250, 8), (36, 8), (128, 5)), 8, 200, num_heads=20, dtype="bfloat16", max_rows=64, num_cores=2
+    ),
+    "prompts whose last tokens are copied": replace(PROMPTS, masked_until=127),
+    "blocks of prompts": BLOCKS,
+    "blocks of prompts, in tiles": replace(BLOCKS, num_queries=8, num_heads=6, max_rows=16),
+    "blocks of single tokens": BlockCase(((383, 1), (0, 0), (100, 1), (128, 1), (300, 1)), 1),
 }
 
 
@@ -148,16 +200,81 @@ def attention_outcome(case: AttentionCase) -> Outcome:
     pool, knobs = packed(pages.pool, case.dtype), {"config": SCORES, "latent_width": LATENT}
     of_reference = jnp.asarray(pages.pool[:, :, None], case.dtype)
     expected = np.asarray(attention_reference.attend(queries, of_reference, places, **knobs), np.float32)
-    few = partial(chosen_attention.attend_chosen, interpret=INTERPRETED)
-    found = chosen_attention.attend_all_or_chosen(queries, pool, places, **knobs, sparse=few, interpret=INTERPRETED)
+    found = chosen_attention.attend_all_or_chosen(queries, pool, places, **knobs, interpret=INTERPRETED)
     dense = paged_attention.attend(queries, pool, places, **knobs, interpret=INTERPRETED)
     for token in case.whole:
         np.testing.assert_array_equal(np.asarray(found[token]), np.asarray(dense[token]))
     return FAULTS_FOUND.outcome(np.abs(np.asarray(found, np.float32) - expected).max(), np.abs(expected).max())
 
 
-def outcome_of(case: IndexCase | AttentionCase) -> Outcome:
-    """The outcome of a case of either kernel."""
+def prompt_outcome(case: PromptCase) -> Outcome:
+    """The kernel next to its definition; AssertionError if blocks that see all have not the bits of dense attention."""
+    use_small_blocks()
+    paged_attention.cores_of_device = lambda _=None: case.num_cores
+    paged_sizes.MAX_ROWS, paged_sizes.MAX_KEYS = case.max_rows, 128
+    paged_choice.WORD_BITS, paged_choice.HALF_BITS = case.word_bits, case.word_bits // 2
+    generator = np.random.default_rng(13)
+    pages = Pages(generator.standard_normal, [sum(block) for block in case.blocks], LATENT + ROTATED)
+    sizes = len(case.blocks), case.num_queries
+    queries = jnp.asarray(generator.standard_normal((*sizes, case.num_heads, LATENT + ROTATED)), case.dtype)
+    positions, chosen = np.full(sizes, -1, np.int32), np.full((*sizes, case.top_k), -1, np.int32)
+    for block, (first, count) in enumerate(case.blocks):
+        for query in range(count):
+            place = positions[block, query] = first + query
+            num_seen = min(place + 1, case.top_k)
+            # Every other query sees none of the last 100 tokens, so none of the last block of keys.
+            some = generator.permutation(place + 1 if query % 2 else max(num_seen, place - 100))[:num_seen]
+            chosen[block, query, :num_seen] = np.sort(some)
+    places = BlockPlaces(jnp.asarray(pages.table), jnp.asarray(positions), chosen_BQK=jnp.asarray(chosen))
+    pool, knobs = packed(pages.pool, case.dtype), {"config": SCORES, "latent_width": LATENT}
+    of_reference = jnp.asarray(pages.pool[:, :, None], case.dtype)
+    expected = np.asarray(attention_reference.attend(queries, of_reference, places, **knobs), np.float32)
+    every, until = places._replace(chosen_BQK=None), case.masked_until
+    found = chosen_attention.attend_prompts(queries, pool, places, **knobs, masked_until=until, interpret=INTERPRETED)
+    dense = paged_attention.attend(queries, pool, every, **knobs, interpret=INTERPRETED)
+    found, dense = (np.asarray(each, np.float32) for each in (found, dense))
+    is_dense = positions.max(axis=1) < case.top_k
+    np.testing.assert_array_equal(found[is_dense], dense[is_dense])
+    assert (found != dense).any(axis=(2, 3))[positions >= case.top_k].all(), "no choice is that of all tokens"
+    return FAULTS_FOUND.outcome(np.abs(found - expected).max(), np.abs(expected).max())
+
+
+def block_outcome(case: BlockCase) -> Outcome:
+    """The kernel next to its definition; AssertionError if blocks that see all have not the bits of dense attention."""
+    paged_attention.cores_of_device = lambda _=None: 1
+    paged_sizes.MAX_ROWS, paged_sizes.MAX_KEYS = case.max_rows, 128
+    paged_choice.WORD_BITS, paged_choice.HALF_BITS = case.word_bits, case.word_bits // 2
+    generator, num_kv_heads, width = np.random.default_rng(17), 2, 128
+    pages = Pages(generator.standard_normal, [sum(block) for block in case.blocks], num_kv_heads * 2 * width)
+    sizes = len(case.blocks), case.num_queries
+    queries = jnp.asarray(generator.standard_normal((*sizes, case.num_heads, width)), case.dtype)
+    positions, chosen = np.full(sizes, -1, np.int32), np.full((*sizes, num_kv_heads, case.top_k), -1, np.int32)
+    for block, query in [(block, query) for block, (_, count) in enumerate(case.blocks) for query in range(count)]:
+        place = positions[block, query] = case.blocks[block][0] + query
+        for head in range(num_kv_heads):
+            others = np.sort(generator.permutation(place // width)[: case.top_k - 1])
+            chosen[block, query, head, : len(others) + 1] = [*others, place // width]
+    places = BlockPlaces(jnp.asarray(pages.table), jnp.asarray(positions), chosen_BQK=jnp.asarray(chosen))
+    pool, knobs = jnp.asarray(pages.pool), {"config": SCORES, "block_size": width}
+    of_reference = pool.reshape(*pool.shape[:2], num_kv_heads, 2 * width)
+    expected = np.asarray(attention_reference.attend(queries, of_reference, places, **knobs))
+    attend = chosen_blocks.attend_chosen_blocks if case.num_queries == 1 else paged_attention.attend
+    found = np.asarray(attend(queries, pool, places, **knobs, interpret=INTERPRETED))
+    every = places._replace(chosen_BQK=None)
+    dense = np.asarray(paged_attention.attend(queries, pool, every, config=SCORES, interpret=INTERPRETED))
+    is_dense = positions.max(axis=1) // width < case.top_k
+    if case.num_heads == BLOCKS.num_heads:  # others are padded, and products of more rows may have other bits
+        np.testing.assert_array_equal(found[is_dense], dense[is_dense])
+    assert (found != dense).any(axis=(2, 3))[positions // width >= case.top_k].all(), "no choice is that of all blocks"
+    return FAULTS_FOUND.outcome(np.abs(found - expected).max(), np.abs(expected).max())
+
+
+def outcome_of(case: Case) -> Outcome:
+    """The outcome of a case of one of the kernels."""
+    if isinstance(case, BlockCase):
+        return block_outcome(case)
+    if isinstance(case, PromptCase):
+        return prompt_outcome(case)
     return index_outcome(case) if isinstance(case, IndexCase) else attention_outcome(case)
 
 
@@ -260,6 +377,35 @@ def group_of_a_neighbour() -> None:
     chosen_attention._place_of = lambda positions, page_size: place_of(positions ^ 8, page_size)
 
 
+def marks_of_the_last_tile() -> None:
+    mark = TileChoice.mark
+    TileChoice.mark = lambda choice, visit: pl.when(jax.lax.rem(visit, 2) == 0)(lambda: mark(choice, visit))
+
+
+def every_tile_sees_all() -> None:
+    paged_attention.sees_all = lambda places: places.positions_BQ >= 0
+
+
+def bit_of_the_next_row() -> None:
+    keys = TileChoice._keys
+    TileChoice._keys = lambda choice, query, row: keys(choice, query, row ^ 1) ^ 128
+
+
+def choice_of_the_next_query() -> None:
+    keys = TileChoice._keys
+    TileChoice._keys = lambda choice, query, row: keys(choice, query ^ 1, row)
+
+
+def choice_of_another_head() -> None:
+    keys = TileChoice.keys_of_rows
+    TileChoice.keys_of_rows = lambda choice, first, key, *, shape: keys(choice, first ^ 4, key, shape=shape)
+
+
+def block_of_tokens_for_a_token() -> None:
+    mark = TileChoice.mark
+    TileChoice.mark = lambda choice, visit: mark(replace(choice, has_blocks=False), visit)
+
+
 INDEX_FAULTS: dict[str, Callable[[], None]] = {
     "no wait for keys": no_wait_for_pages,
     "keys into the block in use": pages_into_the_block_in_use,
@@ -273,7 +419,18 @@ ATTENTION_FAULTS: dict[str, Callable[[], None]] = {
     "rows after the own one": rows_after_the_own_one,
     "group of a neighbour": group_of_a_neighbour,
 }
-FAULTS = INDEX_FAULTS | ATTENTION_FAULTS
+PROMPT_FAULTS: dict[str, Callable[[], None]] = {
+    "marks of the last tile": marks_of_the_last_tile,
+    "every tile sees all": every_tile_sees_all,
+    "bit of the next row": bit_of_the_next_row,
+    "choice of the next query": choice_of_the_next_query,
+    "group of a neighbour in a prompt": group_of_a_neighbour,
+}
+BLOCK_FAULTS: dict[str, Callable[[], None]] = {
+    "choice of another head": choice_of_another_head,
+    "block of tokens for a token": block_of_tokens_for_a_token,
+}
+FAULTS = INDEX_FAULTS | ATTENTION_FAULTS | PROMPT_FAULTS | BLOCK_FAULTS
 
 
 def case_of(name: str) -> Callable[[], Outcome]:
@@ -283,6 +440,10 @@ def case_of(name: str) -> Callable[[], Outcome]:
     if name in CASES:
         return partial(outcome_of, CASES[name])
     FAULTS[name]()
+    if name in BLOCK_FAULTS:
+        return partial(outcome_of, replace(BLOCKS, blocks=((380, 4),)))
+    if name in PROMPT_FAULTS:
+        return partial(outcome_of, replace(PROMPTS, blocks=((380, 4), (125, 4)), masked_until=382))
     smaller = CASES["index of no positive score"], replace(FEW, positions=(383, 300))
     return partial(outcome_of, smaller[name in ATTENTION_FAULTS])
 

@@ -216,6 +216,15 @@ def every_section() -> dict:
                 },
             }
         },
+        "sparse_prompts": {
+            "glm-5.2@v5p:2x4x4": {
+                "case": {"tensor": 4},
+                "num_layers": 3,
+                "contexts": {
+                    "65536": {"step_ms": 20.0, "index_us": 1e3, "attention_us": 2e3, "xla_attention_us": 9e3}
+                },
+            }
+        },
         "expert_traffic": {
             "cases": [{"trace": "calculator", "ranks": 4, "redundant": 4, "slices": 2, "found": [placed]}],
             "plan": {"shape": [94, 128, 32, 32], "seconds": [0.5, 1.0]},
@@ -416,6 +425,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("families", "0.500"),
         ("sparse_contexts", "1.20"),
         ("sparse_contexts", "does not fit"),
+        ("sparse_prompts", "50.0"),
         ("families", "no room"),
         ("compile_gate", "too large"),
         ("programs", "528"),

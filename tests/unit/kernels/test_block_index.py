@@ -21,6 +21,7 @@ from rayserve_moe.kernels.reference.attention import BlockPlaces
 from rayserve_moe.kernels.reference.block_index import BlockChoice, choose_blocks
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import BLOCK_ATTENTION, KERNELS
+from rayserve_moe.kernels.tpu.chosen_blocks import unsupported_reason
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes, packed_kv, packed_width
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.layers.attention import BLOCKS, BlockIndex, GroupedAttention, attention_config
@@ -33,7 +34,7 @@ from tests.support.models.families import FAMILY_CASES, config_of
 from tests.unit.kernels.latent_runs import CUTS, LAYER, LENGTH, NUM_PAGES, PAGE, PAGES, Chunks, batch_of
 
 KERNELS_OF = {"cpu": jnp.float32, "cpu_native": jnp.bfloat16, "tpu": jnp.float32}
-"""Dtypes by table. Block-sparse attention of TPUs is by XLA, over their rows."""
+"""Dtypes by table. Block-sparse attention of TPUs is by XLA here, over their rows; for kernels see `chosen_tokens`."""
 INDEXES = {
     "blocks within a span": BlockIndex(2, 16, block_size=12, top_k=4),
     "blocks of spans, first ones": BlockIndex(1, 18, block_size=64, top_k=2, first_blocks=1),
@@ -105,7 +106,7 @@ def weights_of(kernels: str, name: str) -> dict[str, jax.Array]:
 
 @cache
 def compiled(kernels: str, name: str, top_k: int):
-    spec, attention = model_of(name), BLOCK_ATTENTION[kernels][0].run
+    spec, attention = model_of(name), BLOCK_ATTENTION[kernels][-1].run
     own = mixer_of(spec)
     of_index = index_config(own, spec)
     of_index = replace(of_index, choice=replace(of_index.choice, top_k=top_k))
@@ -238,7 +239,25 @@ def test_packed_rows_are_unpacked(kv_heads: int, head_dim: int, value_dim: int):
     ],
 )
 def test_pools_that_tpus_do_not_take_are_named(pool: PoolFormat, reason: str):
-    assert unsupported_blocks(pool, head_dim=128, value_dim=128) == reason
+    assert unsupported_blocks(pool, head_dim=128, value_dim=128, block_size=128) == reason
+
+
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "block_size", "reason"),
+    [
+        (128, 128, 128, ""),
+        (16, 256, 128, ""),
+        (128, 64, 128, "heads of 64 elements share registers"),
+        (64, 128, 64, "blocks of 64 in pages of 64"),
+        (256, 128, 128, "blocks of 128 in pages of 256"),
+        (8, 128, 128, "page_size 8 is no multiple of 16"),
+    ],
+)
+def test_blocks_that_the_kernel_does_not_take_are_left_to_xla(page_size, head_dim, block_size, reason):
+    sizes = {"head_dim": head_dim, "value_dim": head_dim, "block_size": block_size}
+    found = unsupported_reason(PoolFormat(page_size), **sizes)
+    assert reason in found and bool(reason) == bool(found)
+    assert "fp8" in unsupported_reason(PoolFormat(page_size, is_8_bit=True), **sizes)
 
 
 @pytest.mark.parametrize("name", INDEXES)

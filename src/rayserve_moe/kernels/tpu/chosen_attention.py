@@ -1,4 +1,4 @@
-"""Latent attention of single tokens to chosen tokens in one TPU kernel, which copies no other pages.
+"""Latent attention to chosen tokens in one TPU kernel, which copies no other pages: single tokens, and long prompts.
 
 A row of 16 bits shares registers with its neighbours, so each chosen row is copied with the `GROUP_ROWS` rows around
 it. A block of chosen tokens is copied while the previous block is multiplied, across the tokens of a step.
@@ -9,7 +9,6 @@ it. A block of chosen tokens is copied while the previous block is multiplied, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,39 +23,96 @@ from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.kernels.tpu.packed_rows import LANES, gather_heads, spread_queries
 from rayserve_moe.kernels.tpu.paged_attention import cores_for, for_cores
+from rayserve_moe.kernels.tpu.paged_choice import sees_all
 from rayserve_moe.kernels.tpu.paged_sizes import ALIGNED_ROWS, VMEM_BYTES, Knobs, TileShape, layout_for, parts_of
 from rayserve_moe.kernels.tpu.paged_tiles import Sums, Tile, accumulate, begin_sums
 
 GROUP_ROWS, BLOCK_ROWS = 8, 512
 """Rows that are copied for a chosen token; rows of a block."""
 BLOCK_TOKENS = BLOCK_ROWS // GROUP_ROWS
+REQUEST_S, MATRIX_SHARE = 7.5e-9, 0.75
+"""Seconds of a core to request a copy, 13 bundles; share of the matrix peak that attention under a mask reaches."""
 
 
-def attend_all_or_chosen(  # noqa: PLR0913 (as `reference.attention.attend`)
+def attend_all_or_chosen(
+    queries_B1Hh: jax.Array,
+    kv_pages: jax.Array,
+    places: BlockPlaces,
+    *,
+    config: ScoreConfig,
+    latent_width: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attend single tokens as `reference.attention.attend` over latents in rows of `packed_latents`, [N, page, X].
+
+    Queries that see all tokens before them are attended by the kernel of dense attention, with its bits; others by
+    `attend_chosen`.
+    """
+    positions_B1, is_dense_B1 = places.positions_BQ, sees_all(places)
+    every = BlockPlaces(places.page_table_BP, jnp.where(is_dense_B1, positions_B1, -1))
+    some = places._replace(positions_BQ=jnp.where(is_dense_B1, -1, positions_B1), described=None)
+    dense_B1Hv, sparse_B1Hv = (
+        attend(queries_B1Hh, kv_pages, of, config=config, latent_width=latent_width, interpret=interpret)
+        for attend, of in ((paged_attention.attend, every), (attend_chosen, some))
+    )
+    return jnp.where(is_dense_B1[..., None, None], dense_B1Hv, sparse_B1Hv)
+
+
+def attend_prompts(  # noqa: PLR0913 (as `reference.attention.attend`)
     queries_BQHh: jax.Array,
     kv_pages: jax.Array,
     places: BlockPlaces,
     *,
     config: ScoreConfig,
     latent_width: int,
-    sparse: Callable[..., jax.Array],
+    masked_until: int = 0,
     interpret: Any = False,
 ) -> jax.Array:
-    """Attend as `reference.attention.attend` over latents in rows of `packed_latents`, [N, page, X].
+    """Attend blocks of prompts to `places.chosen_BQK`, over a pool as `attend_all_or_chosen` takes it.
 
-    Queries that see all tokens before them are attended by the kernel of dense attention, with its bits; others by
-    `sparse`, which has the same arguments.
+    Tokens at positions below `masked_until` (0: from the figures of the chip) share the pages of their block under a
+    mask. Others are attended as single tokens. A token's position alone decides, so its result does not depend on how a
+    prompt is cut.
     """
+    (num_blocks, num_queries, num_heads, _), positions_BQ = queries_BQHh.shape, places.positions_BQ
+    knobs: dict[str, Any] = {"config": config, "latent_width": latent_width, "interpret": interpret}
     assert places.chosen_BQK is not None, "tokens are chosen"
-    positions_BQ = places.positions_BQ
-    is_dense_BQ = jnp.sum(places.chosen_BQK >= 0, axis=-1) == positions_BQ + 1
-    every = BlockPlaces(places.page_table_BP, jnp.where(is_dense_BQ, positions_BQ, -1))
-    some = places._replace(positions_BQ=jnp.where(is_dense_BQ, -1, positions_BQ), described=None)
-    dense_BQHv = paged_attention.attend(
-        queries_BQHh, kv_pages, every, config=config, latent_width=latent_width, interpret=interpret
-    )
-    sparse_BQHv = sparse(queries_BQHh, kv_pages, some, config=config, latent_width=latent_width)
-    return jnp.where(is_dense_BQ[..., None, None], dense_BQHv, sparse_BQHv)
+    if not masked_until:
+        row_lanes, top_k = kv_pages.shape[2], places.chosen_BQK.shape[2]
+        masked_until = masked_tokens(num_heads, row_lanes, latent_width, top_k=top_k, interpret=interpret)
+    if places.page_table_BP.shape[1] * kv_pages.shape[1] <= masked_until:
+        return paged_attention.attend(queries_BQHh, kv_pages, places, **knobs)
+    is_far_BQ = positions_BQ >= masked_until
+
+    def attend_block(block: tuple[jax.Array, ...]) -> jax.Array:
+        queries_QHh, table_P, positions_Q, chosen_QK = block
+        tables_QP = jnp.broadcast_to(table_P, (num_queries, len(table_P)))
+        tokens = BlockPlaces(tables_QP, positions_Q[:, None], chosen_BQK=chosen_QK[:, None])
+        return attend_chosen(queries_QHh[:, None], kv_pages, tokens, **knobs)[:, 0]
+
+    def attend_far() -> jax.Array:
+        far_BQ = jnp.where(is_far_BQ, positions_BQ, -1)
+        return jax.lax.map(attend_block, (queries_BQHh, places.page_table_BP, far_BQ, places.chosen_BQK))
+
+    def nothing() -> jax.Array:
+        return jnp.zeros((num_blocks, num_queries, num_heads, latent_width), queries_BQHh.dtype)
+
+    near = places._replace(positions_BQ=jnp.where(is_far_BQ, -1, positions_BQ))
+    near_BQHv = paged_attention.attend(queries_BQHh, kv_pages, near, **knobs)
+    far_BQHv = jax.lax.cond(jnp.any(is_far_BQ), attend_far, nothing)
+    return jnp.where(is_far_BQ[..., None, None], far_BQHv, near_BQHv)
+
+
+def masked_tokens(num_heads: int, row_lanes: int, value_lanes: int, *, top_k: int, interpret: Any = False) -> int:
+    """Return the context up to which products under a mask take no longer than copies of `top_k` chosen rows.
+
+    Without a TPU it is unbounded.
+    """
+    if interpret:
+        return np.iinfo(np.int32).max
+    chip = pltpu.get_tpu_info()
+    copies_s = top_k * max(GROUP_ROWS * 2 * row_lanes / chip.mem_bw_bytes_per_second, REQUEST_S)
+    return int(copies_s * MATRIX_SHARE * chip.bf16_ops_per_second / (2 * num_heads * (row_lanes + value_lanes)))
 
 
 def attend_chosen(

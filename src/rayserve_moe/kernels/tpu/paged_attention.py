@@ -21,6 +21,7 @@ from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.tpu.byte_pairs import product_dtype, rows_to_write
 from rayserve_moe.kernels.tpu.packed_rows import LANES, gather_heads, set_lanes, spread_queries
+from rayserve_moe.kernels.tpu.paged_choice import ALIGNED_HEADS, sees_all
 from rayserve_moe.kernels.tpu.paged_groups import GroupVisits, attend_groups, groups_of
 from rayserve_moe.kernels.tpu.paged_sizes import (
     CLEARED_ROWS,
@@ -68,17 +69,20 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     sinks_H: jax.Array | None = None,
     latent_width: int = 0,
     value_width: int = 0,
+    block_size: int = 0,
     interpret: Any = False,
 ) -> jax.Array:
     """Attend as `reference.attention.attend` does, over a pool [N, page, X] of rows as `packed_rows` has them.
 
-    Products have the pool's dtype, or the dtype of queries if the pool has pairs of 8 bits (`byte_pairs`). The real
-    rows of a block come first. `interpret` (see `pallas_call`) runs it without a TPU.
+    Without a window, queries may see chosen positions only, or chosen blocks of 128 if a head fills a register
+    (`paged_choice`): pages are read nevertheless. Products have the pool's dtype, or the dtype of queries if the pool
+    has pairs of 8 bits (`byte_pairs`). The real rows of a block come first. `interpret` (see `pallas_call`) runs it
+    without a TPU.
 
     Returns: [B, Q, H, v].
     Raises: ValueError for a pool of other rows, of 8 bits that are not paired, or of pages of no multiple of 16 keys.
     """
-    knobs = Knobs(config, sinks_H, latent_width, value_width)
+    knobs = Knobs(config, sinks_H, latent_width, value_width, block_size)
     return _attend(queries_BQHh, kv_pages, places, None, knobs=knobs, interpret=interpret)[0]
 
 
@@ -117,7 +121,11 @@ def _attend(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the result of `attend`, and the pool with the new rows."""
-    layout = layout_for(kv_pages, queries_BQHh.shape[3], knobs)
+    layout, num_heads = layout_for(kv_pages, queries_BQHh.shape[3], knobs), queries_BQHh.shape[2]
+    if places.chosen_BQK is not None:
+        assert layout.set_heads == 1 and not knobs.config.window, "sets of a head each choose, without windows"
+        assert knobs.block_size in (0, LANES) and (knobs.block_size or layout.num_sets == 1), "a choice serves a set"
+        queries_BQHh = _padded_sets(queries_BQHh, layout.num_sets)
     queries_BCQRK = spread_queries(queries_BQHh, layout).astype(product_dtype(kv_pages, queries_BQHh))
     tile_queries = tile_queries_for(queries_BQHh.shape[1], queries_BCQRK.shape[3])
     queries = queries_BQHh.shape[1], tile_queries, queries_BCQRK.shape[3]
@@ -128,17 +136,26 @@ def _attend(
     parts: list[jax.Array] = []
     for part in parts_of(len(queries_BQHh), shape.table_width):
         visits = places.described and places.described[len(parts)]
-        of_call, num_blocks = (
-            BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits),
-            part.stop - part.start,
-        )
+        chosen = None if places.chosen_BQK is None else places.chosen_BQK[part]
+        of_call = BlockPlaces(places.page_table_BP[part], places.positions_BQ[part], visits, chosen_BQK=chosen)
+        num_blocks = part.stop - part.start
         of_part = replace(shape, num_blocks=num_blocks, num_cores=cores_for(num_blocks, interpret))
         news = None if new is None else NewRows(rows_to_write(new.rows_BX[part], kv_pages), new.first_page)
         attended, kv_pages = call(queries_BCQRK[part], kv_pages, of_call, news, shape=of_part)
         parts.append(attended)
     attended_BCQRV = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    attended_BCQRV = attended_BCQRV[:, :, :, : num_heads // layout.num_sets]
     attended_BQHv = gather_heads(attended_BCQRV, layout, width=layout.value_dim)
     return attended_BQHv.astype(queries_BQHh.dtype), kv_pages
+
+
+def _padded_sets(queries_BQHh: jax.Array, num_sets: int) -> jax.Array:
+    """Return queries whose sets have whole registers of rows."""
+    num_blocks, num_queries, _, width = queries_BQHh.shape
+    queries_BQCRh = queries_BQHh.reshape(num_blocks, num_queries, num_sets, -1, width)
+    more = -queries_BQCRh.shape[3] % ALIGNED_HEADS
+    padded = jnp.pad(queries_BQCRh, ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
+    return padded.reshape(num_blocks, num_queries, -1, width)
 
 
 def describe_singles(
@@ -200,7 +217,8 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     hbm, first_page = pl.BlockSpec(memory_space=pltpu.HBM), jnp.asarray(0 if new is None else new.first_page, jnp.int32)
     rows = [] if new is None else [for_cores(new.rows_BX, shape.num_cores)]
     scalars = [first_page, *(a.reshape(-1) for a in (table_BP, *visits, positions_BQ))]
-    given = [queries_BCMK, *sinks, *rows]
+    see_all, chosen = _choice_of_visits(places, shape)
+    scalars, given = [*scalars, *see_all], [queries_BCMK, *sinks, *rows, *chosen]
     if not interpret:
         # XLA may otherwise bring a pool that fits into the core's memory there, and back.
         kv_pages = pltpu.with_memory_space_constraint(kv_pages, pltpu.HBM)
@@ -209,7 +227,13 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(shape.num_cores, shape.visits_per_core),
-            in_specs=[_block(lanes, shape), *(core for _ in sinks), *(_rows(a, shape) for a in rows), hbm],
+            in_specs=[
+                _block(lanes, shape),
+                *(core for _ in sinks),
+                *(_rows(a, shape) for a in rows),
+                *(_choice(a, shape) for a in chosen),
+                hbm,
+            ],
             out_specs=[_block(num_lanes, shape), *(hbm for _ in rows)],
             scratch_shapes=_scratch(kv_pages, shape),
         ),
@@ -226,6 +250,25 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     )(*scalars, *given, kv_pages)
     attended_BCMV = attended_BCMV[:num_blocks, :, :num_rows]
     return attended_BCMV.reshape(*queries_BCQRK.shape[:4], num_lanes), written[0] if written else kv_pages
+
+
+def _choice_of_visits(places: BlockPlaces, shape: TileShape) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return `see_all` and `chosen` of `TileChoice` for all visits, if tokens are chosen."""
+    if places.chosen_BQK is None:
+        return [], []
+    sees_all_BQ = sees_all(places, shape.block_size) | (places.positions_BQ < 0)
+    sees_all_BQ = for_cores(sees_all_BQ.astype(jnp.int32), shape.num_cores, fill=1)
+    see_all_W = jnp.min(sees_all_BQ.reshape(-1, shape.tile_queries), axis=1)
+    chosen = for_cores(places.chosen_BQK, shape.num_cores, fill=-1)
+    chosen_WqCK = chosen.reshape(-1, shape.tile_queries, shape.choice_sets, chosen.shape[-1])
+    chosen_WCqK = jnp.swapaxes(chosen_WqCK, 1, 2)
+    chosen_WCqK = jnp.pad(chosen_WCqK, ((0, 0),) * 3 + ((0, -chosen.shape[-1] % LANES),), constant_values=-1)
+    return [see_all_W], [chosen_WCqK.reshape(len(see_all_W), -1, chosen_WCqK.shape[3])]
+
+
+def _choice(chosen_WDK: jax.Array, shape: TileShape) -> pl.BlockSpec:
+    """Return the block spec of the chosen tokens of a visit."""
+    return pl.BlockSpec((1, *chosen_WDK.shape[1:]), lambda core, step, *_: (core * shape.visits_per_core + step, 0, 0))
 
 
 def _scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import jax
 
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
 from rayserve_moe.kernels.tpu.byte_pairs import lanes_in_8_bits
-from rayserve_moe.kernels.tpu.packed_rows import RowLayout, layout_of
+from rayserve_moe.kernels.tpu.packed_rows import LANES, RowLayout, layout_of
 
 CLEARED_ROWS = 16
 """Rows of the pool that are cleared at once, in whole registers of 16-bit numbers; pages are multiples of them."""
@@ -38,6 +39,7 @@ class Knobs(NamedTuple):
     sinks_H: jax.Array | None
     latent_width: int
     value_width: int = 0
+    block_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class TileShape:
     has_sinks: bool
     has_new_rows: bool = False
     is_grouped: bool = False
+    has_choice: bool = False
+    """True if queries see chosen tokens only; their rows and keys are whole registers."""
+    block_size: int = 0
+    """Positions of a chosen block; 0 if single tokens are chosen."""
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +81,8 @@ class TileShape:
         """Return M, the rows that are scored at once: all, or as many as divide them."""
         if self.is_grouped:
             return min(self.num_rows, GROUP_ROWS)
-        return self.num_rows if self.num_rows % SCORE_ROWS else SCORE_ROWS
+        cuts_queries = self.has_choice and SCORE_ROWS % self.query_rows
+        return self.num_rows if cuts_queries or self.num_rows % SCORE_ROWS else SCORE_ROWS
 
     @property
     def few_rows(self) -> int:
@@ -85,8 +92,18 @@ class TileShape:
         return min(self.score_rows, -(-FEW_QUERIES * self.query_rows // ALIGNED_ROWS) * ALIGNED_ROWS)
 
     def sets_at_once(self, num_rows: int) -> int:
-        """Return the number of sets of heads, at least 1, with scores of `num_rows` rows that fit into registers."""
+        """Return the number of sets of heads, at least 1, with scores of `num_rows` rows that fit into registers.
+
+        Sets with choices of their own are scored one by one.
+        """
+        if self.has_choice:
+            return 1
         return max(1, SCORES // (num_rows * self.num_keys))
+
+    @property
+    def choice_sets(self) -> int:
+        """Return the number of sets with a choice of their own."""
+        return self.layout.num_sets if self.block_size else 1
 
     @property
     def num_tiles(self) -> int:
@@ -142,6 +159,11 @@ def shape_for(
     """Return the sizes of calls without blocks; `queries`: queries of a block, queries of a tile, rows of a query."""
     table_width, page_size = places.page_table_BP.shape[1], kv_pages.shape[1]
     num_queries, tile_queries, query_rows = queries
+    num_pages = pages_of_a_block(page_size, kv_pages.shape[2] * kv_pages.dtype.itemsize, table_width)
+    has_choice = places.chosen_BQK is not None
+    if has_choice:
+        unit = LANES // math.gcd(page_size, LANES)
+        num_pages = max(1, num_pages // unit) * unit
     return TileShape(
         layout=layout,
         num_cores=1,
@@ -151,7 +173,9 @@ def shape_for(
         query_rows=query_rows,
         table_width=table_width,
         page_size=page_size,
-        num_pages=pages_of_a_block(page_size, kv_pages.shape[2] * kv_pages.dtype.itemsize, table_width),
+        num_pages=num_pages,
         config=knobs.config,
         has_sinks=knobs.sinks_H is not None,
+        has_choice=has_choice,
+        block_size=knobs.block_size,
     )

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from rayserve_moe.kernels.reference.attention import MASKED
 from rayserve_moe.kernels.tpu.byte_pairs import lanes_of_block
 from rayserve_moe.kernels.tpu.packed_rows import LANES
+from rayserve_moe.kernels.tpu.paged_choice import TileChoice, words_for
 from rayserve_moe.kernels.tpu.paged_sizes import ALIGNED_ROWS, TileShape
 from rayserve_moe.kernels.tpu.paged_stream import PageStream, Reach, Scalars
 from rayserve_moe.kernels.tpu.paged_writes import GroupWrites, RowWrites
@@ -44,6 +45,8 @@ class Tile(NamedTuple):
     positions: Any
     """Positions of rows [T, L]."""
     shape: TileShape
+    choice: TileChoice | None = None
+    """None: queries see all tokens within their window."""
 
 
 class _Opened(NamedTuple):
@@ -58,21 +61,22 @@ class _Opened(NamedTuple):
     sums: Sums
     positions: Any
     num_done: Any
+    choice: TileChoice | None
 
 
 def attend_tile(*refs: Any, shape: TileShape) -> None:
     """Attend the tile of a step of the grid.
 
-    `refs` are scalars, queries, sinks [C, T, 1] and new rows if any, the pool, the output [1, C, T, V], the pool again
-    if it is written; two blocks of the pool, `Sums`, positions of rows, the number of blocks so far, and a semaphore of
-    each block; the other fields of `RowWrites`. If the shape `is_grouped`, queries and output are fields of
-    `GroupTokens`, and the other fields of `GroupWrites` and `GroupTokens` come last.
+    `refs` are scalars, queries, sinks [C, T, 1], new rows and chosen tokens if any, the pool, the output [1, C, T, V],
+    the pool again if it is written; two blocks of the pool, `Sums`, positions of rows, the number of blocks so far, and
+    a semaphore of each block; the other fields of `RowWrites`, or the words of `TileChoice`. If the shape `is_grouped`,
+    queries and output are fields of `GroupTokens`, and the other fields of `GroupWrites` and `GroupTokens` come last.
     """
-    stream, writes, tokens, queries, sinks, out, sums, positions, num_done = _open(refs, shape)
+    stream, writes, tokens, queries, sinks, out, sums, positions, num_done, choice = _open(refs, shape)
     copies = [each for each in (writes, tokens) if each]
     num_visits = pl.num_programs(1) if tokens else shape.visits_per_core
     begin = pl.program_id(0) * num_visits
-    tile = Tile(begin + pl.program_id(1), queries, sums, positions, shape)
+    tile = Tile(begin + pl.program_id(1), queries, sums, positions, shape, choice)
     reach = stream.reach_of(tile.visit)
     num_blocks = stream.num_blocks(reach)
 
@@ -103,6 +107,8 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
     def _() -> None:
         if tokens:
             tokens.lay_out()
+        if choice:
+            choice.mark(tile.visit)
         _place_rows(tile, stream.scalars)
         begin_sums(sums, sinks)
         jax.lax.fori_loop(0, num_blocks, attend_block, None)
@@ -144,14 +150,18 @@ def _put_rows(
 
 
 def tile_scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
-    """Return two blocks of the pool, sums, positions of rows, the number of blocks, and semaphores."""
+    """Return two blocks of the pool, sums, positions of rows, the number of blocks, semaphores, words of a choice."""
     widths = (LANES, LANES, shape.layout.value_lanes)
+    num_words = words_for(shape.table_width * shape.page_size)
+    num_choices = shape.choice_sets * shape.tile_queries
+    words = [pltpu.VMEM((num_choices, num_words, LANES), jnp.int32)] if shape.has_choice else []
     return [
         pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
         *(pltpu.VMEM((shape.layout.num_sets, shape.num_rows, width), jnp.float32) for width in widths),
         pltpu.VMEM((shape.num_rows, LANES), jnp.int32),
         pltpu.SMEM((1,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
+        *words,
     ]
 
 
@@ -166,10 +176,13 @@ def sink_rows(sinks_H: jax.Array | None, shape: TileShape) -> list[jax.Array]:
 
 
 def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
-    num_scalars = len(Scalars._fields) if shape.is_grouped else len(Scalars._fields) - 3
+    num_scalars, see_all = len(Scalars._fields) if shape.is_grouped else len(Scalars._fields) - 3, None
     scalars, refs = Scalars(*refs[:num_scalars]), refs[num_scalars:]
-    num_given = 2 + shape.has_sinks + shape.has_new_rows
+    if shape.has_choice:
+        see_all, refs = refs[0], refs[1:]
+    num_given = 2 + shape.has_sinks + shape.has_new_rows + shape.has_choice
     (queries, *knobs, pool), (out, *rest) = refs[:num_given], refs[num_given:]
+    chosen = knobs.pop() if shape.has_choice else None
     sinks, rows = tuple(knobs[: shape.has_sinks]), knobs[shape.has_sinks :]
     if rows:
         pool, *rest = rest
@@ -182,9 +195,10 @@ def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
     if shape.is_grouped:
         tokens = GroupTokens(queries, rest[10], out, *rest[11:])
         writes = GroupWrites(*rows, *rest[7:10])
-        return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), positions, num_done)
+        return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), positions, num_done, None)
     writes = RowWrites(*rows, *rest[7:]) if rows else None
-    return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), positions, num_done)
+    choice = TileChoice(see_all, chosen, rest[7], bool(shape.block_size)) if shape.has_choice else None
+    return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), positions, num_done, choice)
 
 
 def _place_rows(tile: Tile, scalars: Scalars) -> None:
@@ -223,11 +237,16 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
 
     def score(i: jax.Array, carry: None, *, num_rows: int = shape.score_rows) -> None:
         rows, at_once = pl.ds(pl.multiple_of(i * num_rows, num_rows), num_rows), shape.sets_at_once(num_rows)
+        position_MS = _wide(tile.positions[rows], stream.num_keys)
         keys_S = first_key + jax.lax.broadcasted_iota(jnp.int32, (1, stream.num_keys), 1)
-        is_seen_MS = _is_seen(keys_S, _wide(tile.positions[rows], stream.num_keys), shape)
         for first in range(0, shape.layout.num_sets, at_once):
-            sets = range(first, min(first + at_once, shape.layout.num_sets))
-            accumulate(tile, sets, rows, stream.blocks.at[half], is_seen_MS)
+            sets, keys = range(first, min(first + at_once, shape.layout.num_sets)), keys_S
+            if tile.choice:
+                num_queries = num_rows // shape.query_rows
+                first_query = first * shape.tile_queries + i * num_queries
+                sizes = num_queries, shape.query_rows, stream.num_keys
+                keys = tile.choice.keys_of_rows(first_query, first_key, shape=sizes)
+            accumulate(tile, sets, rows, stream.blocks.at[half], _is_seen(keys, position_MS, shape))
 
     num_chunks, num_real = shape.num_rows // shape.score_rows, None
     if shape.is_grouped:
@@ -240,11 +259,11 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
         pl.when(num_real > shape.few_rows)(lambda: jax.lax.fori_loop(0, num_chunks, score, None))
 
 
-def _is_seen(keys_S: jax.Array, position_MS: jax.Array, shape: TileShape) -> jax.Array:
-    """Return bool [M, S]: True if a row sees a key of [1, S]."""
-    is_seen_MS = keys_S <= position_MS
+def _is_seen(keys: jax.Array, position_MS: jax.Array, shape: TileShape) -> jax.Array:
+    """Return bool [M, S]: True if a row sees a key of [1, S], or of its own [M, S]."""
+    is_seen_MS = keys <= position_MS
     if shape.config.window:
-        is_seen_MS &= keys_S > position_MS - shape.config.window
+        is_seen_MS &= keys > position_MS - shape.config.window
     return is_seen_MS
 
 

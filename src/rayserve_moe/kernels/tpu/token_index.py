@@ -72,7 +72,7 @@ class IndexShape:
     @property
     def queries_at_once(self) -> int:
         """Return the queries that are scored at once."""
-        return math.gcd(self.num_queries, max(1, SCORE_ROWS // self.num_heads))
+        return queries_at_once(self.num_queries, self.num_heads)
 
     @property
     def num_chunks(self) -> int:
@@ -120,6 +120,11 @@ def unsupported_reason(
     if 4 * num_tokens > SCORE_BYTES:
         return f"the scores of {num_tokens} tokens exceed {SCORE_BYTES >> 20} MiB"
     return ""
+
+
+def queries_at_once(num_queries: int, num_heads: int) -> int:
+    """Return the queries of a visit that are scored at once."""
+    return math.gcd(num_queries, max(1, SCORE_ROWS // num_heads))
 
 
 def pages_of_a_block(page_size: int) -> int:

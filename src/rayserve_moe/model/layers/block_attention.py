@@ -77,7 +77,8 @@ def attention_choice(own: GroupedAttention, kernels: Kernels, *, pool: PoolForma
         raise UnsupportedModelError(
             f"the {kernels.name} kernels have no block-sparse attention (only {', '.join(BLOCK_ATTENTION)})"
         )
-    return choose(BLOCK_ATTENTION[kernels.name], pool, head_dim=own.head_dim, value_dim=own.value_width)
+    candidates, block_size = BLOCK_ATTENTION[kernels.name], index_of(own).block_size
+    return choose(candidates, pool, head_dim=own.head_dim, value_dim=own.value_width, block_size=block_size)
 
 
 def _table_blocks(own: GroupedAttention, batch: TokenBatch, pools: Pools) -> int:
@@ -92,13 +93,12 @@ def passed(own: GroupedAttention, batch: TokenBatch, pools: Pools) -> Pools:
     return {CHOSEN: (every_token(batch.positions_T // index.block_size, count),) * index.num_heads}
 
 
-def index_config(own: GroupedAttention, spec: ModelSpec) -> BlockIndexConfig:
+def index_config(own: GroupedAttention, spec: ModelSpec, plan: ParallelPlan | None = None) -> BlockIndexConfig:
     """Return the static configuration of the index of all layers."""
     index = index_of(own)
     choice = BlockChoice(index.block_size, index.top_k, index.first_blocks, index.local_blocks)
-    return BlockIndexConfig(
-        index.num_heads, choice, spec.norm_eps, interleaved_rotation=own.rope is not None and own.rope.interleaved
-    )
+    is_interleaved = own.rope is not None and own.rope.interleaved
+    return BlockIndexConfig(index.num_heads, choice, spec.norm_eps, is_interleaved, plan)
 
 
 def apply(own: GroupedAttention, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
@@ -115,7 +115,7 @@ def apply(own: GroupedAttention, rows: tuple[jax.Array, Pools], inputs: LayerInp
     else:
         choose_blocks = config.kernels.attention.choose_blocks
         assert choose_blocks is not None, f"{config.kernels.name} kernels of block-sparse attention choose blocks"
-        choose_blocks = partial(choose_blocks, config=index_config(own, config.spec))
+        choose_blocks = partial(choose_blocks, config=index_config(own, config.spec, config.plan))
         chosen_TAK, pools = by_index(rows, inputs, mixer=own.kind, choose=choose_blocks)
         each = tuple(chosen_TAK[:, head] for head in range(index.num_heads))
     first_row = inputs.layer * len(each)

@@ -28,6 +28,7 @@ from rayserve_moe.model.layers.latent import STATES, LatentAttention, TokenIndex
 from rayserve_moe.model.model_config import Pools, StepInputs
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
+from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.state.kinds import StateKind
 
 
@@ -93,10 +94,10 @@ def passed(own: LatentAttention, batch: TokenBatch, pools: Pools) -> Pools:
     return {CHOSEN: (every_token(batch.positions_T, count),)}
 
 
-def index_config(own: LatentAttention) -> IndexConfig:
+def index_config(own: LatentAttention, plan: ParallelPlan) -> IndexConfig:
     """Return the static configuration of the index of all layers."""
     index = index_of(own)
-    return IndexConfig(index.num_heads, index.top_k, own.norm_eps, index.norm_eps, index.interleaved)
+    return IndexConfig(index.num_heads, index.top_k, own.norm_eps, index.norm_eps, index.interleaved, plan)
 
 
 def apply(own: LatentAttention, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
@@ -112,7 +113,7 @@ def apply(own: LatentAttention, rows: tuple[jax.Array, Pools], inputs: LayerInpu
     else:
         choose_tokens = kernels.attention.choose_tokens
         assert choose_tokens is not None, f"{kernels.name} kernels of sparse attention choose tokens"
-        choose_tokens = partial(choose_tokens, config=index_config(own))
+        choose_tokens = partial(choose_tokens, config=index_config(own, inputs.config.plan))
         chosen_TK, pools = by_index(rows, inputs, mixer=own.kind, choose=choose_tokens)
     chosen_TK = with_forced(chosen_TK, inputs.step, inputs.layer)
     return latent.apply(own, (normed_TD, {**pools, CHOSEN: (chosen_TK,)}), inputs, chosen_TK=chosen_TK)

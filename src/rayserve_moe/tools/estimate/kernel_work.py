@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from rayserve_moe.execution.programs.buckets import PREFILL_BLOCK_TOKENS
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, WINDOW_ROWS
 from rayserve_moe.kernels.tpu import chosen_attention, device_rows, device_sums, token_index
 from rayserve_moe.kernels.tpu.delta_visits import TILE
@@ -75,14 +76,20 @@ class RecurrentWork:
 
 @dataclass(frozen=True)
 class SparseWork:
-    """The work of sparse attention in one layer: single tokens that see some of the tokens before them."""
+    """The work of sparse attention in one layer: tokens that see some of the tokens before them."""
 
     num_tokens: int
-    """Tokens that do not see all; 0 if contexts are no longer than a choice."""
+    """Single tokens that do not see all; 0 if contexts are no longer than a choice."""
     context: int
     """Positions whose keys a token scores."""
     top_k: int
     """Positions that it sees."""
+    index_tokens: int = 0
+    """Single tokens that a device of the tensor axis chooses for."""
+    index_blocks: int = 0
+    """Blocks of prompts that it chooses for; 0 if all of their tokens see all."""
+    prompt_context: int = 0
+    """Positions whose keys a token of a prompt scores, on average."""
 
 
 @dataclass(frozen=True)
@@ -311,27 +318,27 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     return KernelWork(attention.kv_bytes + written, trips, kind=kind, visits=attention.num_query_blocks)
 
 
-def _token_index(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork | None:
-    """Count the blocks of keys of single tokens, and the chunks of their scores; None for prompts.
+def _token_index(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork:
+    """Count the blocks of keys of the visits that score any, and the chunks of their scores.
 
     Loops with unknown trips, in order: pages of a core's first block, chunks to clear, blocks, pages of the next block
-    of a token or of the first block of the next token, parts of a block that are scored at once, chunks to count twice,
-    to mark, and to gather from.
+    of a visit or of the first block of the next visit, parts of a block that are scored for queries at once, chunks to
+    count twice, to mark, and to gather from.
     """
     num_steps, num_queries, _ = instruction.shapes[0].dims
+    queries, pool = [shape for one in operands for shape in one.shapes if len(shape.dims) == 3][::2]
+    page_size, context, visits = pool.dims[1], sparse.context, sparse.index_tokens
     if num_queries > 1:
-        return None
-    pool = max((shape for one in operands for shape in one.shapes), key=lambda shape: shape.num_bytes)
-    page_size, of_step = pool.dims[1], sparse.num_tokens / num_steps
-    pages, of_block = math.ceil(sparse.context / page_size), token_index.pages_of_a_block(page_size)
-    blocks, chunks = math.ceil(pages / of_block), math.ceil(sparse.context / CHUNK_POSITIONS)
-    parts = math.ceil(sparse.context / token_index.SCORE_KEYS) / blocks
-    copied, first = pages / blocks, min(pages, of_block) / num_steps if sparse.num_tokens else 0.0
-    of_blocks = (copied * (1 - 1 / blocks), copied / blocks, parts)
-    trips = (first, chunks * of_step, blocks * of_step, *of_blocks, *[chunks * of_step] * 4)
-    num_bytes = sparse.num_tokens * pages * page_size * pool.num_bytes / math.prod(pool.dims[:2])
-    beside = (*trips[:2], 0.0, *trips[3:])
-    return KernelWork(num_bytes, (), trips_each=trips, trips_beside=beside, visits=sparse.num_tokens)
+        context, visits = sparse.prompt_context, sparse.index_blocks * PREFILL_BLOCK_TOKENS // num_queries
+    pages, of_block = math.ceil(context / page_size), token_index.pages_of_a_block(page_size)
+    blocks, chunks = max(1, math.ceil(pages / of_block)), math.ceil(context / CHUNK_POSITIONS)
+    at_once = token_index.queries_at_once(num_queries, queries.dims[1] // num_queries)
+    parts = math.ceil(context / token_index.SCORE_KEYS) / blocks * num_queries / at_once
+    of_step, first = visits / num_steps, min(pages, of_block) / num_steps if visits else 0.0
+    of_blocks = (pages / blocks * (1 - 1 / blocks), pages / blocks**2, parts)
+    trips = (first, num_queries * chunks * of_step, blocks * of_step, *of_blocks, *[chunks * of_step] * 4)
+    num_bytes = visits * pages * page_size * pool.num_bytes / math.prod(pool.dims[:2])
+    return KernelWork(num_bytes, (), trips_each=trips, trips_beside=(*trips[:2], 0.0, *trips[3:]), visits=visits)
 
 
 def _chosen_attention(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork:

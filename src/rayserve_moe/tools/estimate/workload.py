@@ -1,6 +1,6 @@
 """The work of a step of a served model on a device, for kernels and the roofline.
 
-Every sequence has its whole context, prompts start at their first token, and every token chooses its experts at
+Every sequence has its whole context, prompts start at `StepSizes.prompt_start`, and every token chooses its experts at
 random. A step ends with its fullest device, so the expert slots in use are those of that device.
 """
 
@@ -53,6 +53,8 @@ class StepSizes:
     """Capacity of the step for single tokens; 0: the number of sequences."""
     rows_each: int = 1
     """Single tokens per sequence; more than 1 if drafts are verified."""
+    prompt_start: int = 0
+    """Tokens of prompts that earlier steps computed."""
 
     @property
     def rows(self) -> int:
@@ -87,7 +89,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
             weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
             flops += 2 * elements * rows * (1 if used else 0)
     attention: dict[AttentionSizes, list[AttentionWork]] = {}
-    sparse = _sparse_work(spec, sizes)
+    sparse = _sparse_work(model, sizes, prompt_tokens=prompt_tokens)
     see_some = sparse is not None and sparse.num_tokens > 0
     for mixer, shape in _scoring(spec):
         kept = state_of_mixer(model, mixer)
@@ -99,11 +101,12 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
                 attention[call] = [*attention.get(call, []), *[of_call] * num_layers]
             heads = shape.num_heads // plan.tensor_size
             limit = sparse.top_k if sparse is not None and see_some else window
-            pairs = _seen(sizes, window, of_single=limit, prompt_tokens=prompt_tokens)
+            of_prompt = sparse.top_k if sparse is not None and sparse.index_blocks else window
+            pairs = _seen(sizes, of_prompt, of_single=limit, prompt_tokens=prompt_tokens)
             flops += 2 * heads * (shape.key_width + shape.value_width) * pairs * num_layers
     state_bytes = _state_bytes(model, sizes, sparse, prompt_tokens=prompt_tokens)
-    if sparse is not None and see_some:
-        flops += 2 * sparse.num_tokens * sparse.context * _index_products(spec)
+    if sparse is not None:
+        flops += _index_flops(spec, sparse)
     recurrent = _recurrent_work(model, sizes, prompt_tokens=prompt_tokens)
     devices = devices_of_token(experts.num_slots, num_devices, top_k=spec.router.top_k)
     rows_sent = all_tokens / num_devices * devices
@@ -127,7 +130,14 @@ def _state_bytes(model: ModelConfig, sizes: StepSizes, sparse: SparseWork | None
 
     def rows_of(state: KeptState) -> int:
         limit = _rows_read(state.kind.name, sizes, sparse)
-        return sum(sizes.sequences * min(limit, window or limit) + prompt_tokens for window in state.windows)
+        num = sizes.sequences
+        if sparse is not None and state.kind.name == INDEX_KEYS:
+            num = math.ceil(num / plan.tensor_size)
+        before = math.ceil(prompt_tokens / min(sizes.context, max(prompt_tokens, 1))) * sizes.prompt_start
+        return sum(
+            num * min(limit, window or limit) + min(before, window or before) + prompt_tokens
+            for window in state.windows
+        )
 
     of_tokens = sum(state.row_bytes(plan, dtype=sizes.kv_dtype) * rows_of(state) for state in token_states(model))
     # A sequence reads its entry, and half of its ring on average.
@@ -138,12 +148,22 @@ def _state_bytes(model: ModelConfig, sizes: StepSizes, sparse: SparseWork | None
     )
 
 
-def _sparse_work(spec: ModelSpec, sizes: StepSizes) -> SparseWork | None:
-    """Return the work of single tokens of a layer with sparse attention."""
-    layout = index_layout(spec)
+def _sparse_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int) -> SparseWork | None:
+    """Return the work of a layer with sparse attention; prompts are no longer than the context."""
+    layout = index_layout(model.spec)
     if layout is None or layout.block_size > 1:  # XLA scores all keys, and masks those of other blocks
         return None
-    return SparseWork(sizes.rows if sizes.context > layout.top_k else 0, sizes.context, layout.top_k)
+    singles = sizes.rows if sizes.context > layout.top_k else 0
+    length = min(sizes.context, prompt_tokens)
+    blocks = math.ceil(prompt_tokens / PREFILL_BLOCK_TOKENS) if sizes.prompt_start + length > layout.top_k else 0
+    return SparseWork(
+        singles,
+        sizes.context,
+        layout.top_k,
+        index_tokens=math.ceil(singles / model.plan.tensor_size),
+        index_blocks=math.ceil(blocks / model.plan.tensor_size),
+        prompt_context=sizes.prompt_start + length // 2 if blocks else 0,
+    )
 
 
 def _rows_read(state: str, sizes: StepSizes, sparse: SparseWork | None) -> int:
@@ -155,12 +175,13 @@ def _rows_read(state: str, sizes: StepSizes, sparse: SparseWork | None) -> int:
     return min(sizes.context, sparse.top_k)
 
 
-def _index_products(spec: ModelSpec) -> int:
-    """Return the products of a token's index with a key, of all layers."""
+def _index_flops(spec: ModelSpec, sparse: SparseWork) -> float:
+    """Return the operations of the indexes of all layers on a device."""
     own = spec.mixer(SPARSE)
     assert isinstance(own, LatentAttention), own
-    index = index_of(own)
-    return index.num_heads * index.head_dim * len(spec.layers_with_mixer(SPARSE))
+    index, num_layers = index_of(own), len(spec.layers_with_mixer(SPARSE))
+    of_prompts = sparse.index_blocks * PREFILL_BLOCK_TOKENS * sparse.prompt_context
+    return 2 * index.num_heads * index.head_dim * num_layers * (sparse.index_tokens * sparse.context + of_prompts)
 
 
 def _without_singles(work: AttentionWork) -> AttentionWork:
@@ -219,9 +240,14 @@ def _seen(sizes: StepSizes, window: int, *, of_single: int, prompt_tokens: int) 
 
     A single token sees at most `of_single` keys (0: no limit).
     """
-    length = min(sizes.context, max(prompt_tokens, 1))
-    seen, of_prompt = min(sizes.context, of_single or sizes.context), min(length, window or length)
-    return sizes.rows * seen + prompt_tokens * (of_prompt - of_prompt**2 / (2 * length))
+    length, seen = min(sizes.context, max(prompt_tokens, 1)), min(sizes.context, of_single or sizes.context)
+
+    def up_to(end: int) -> float:
+        of_query = min(end, window or end)
+        return of_query * end - of_query**2 / 2
+
+    of_prompt = up_to(sizes.prompt_start + length) - up_to(sizes.prompt_start)
+    return sizes.rows * seen + prompt_tokens / length * of_prompt
 
 
 def _attention_work(
@@ -243,7 +269,8 @@ def _attention_work(
     if prompt_tokens:
         query_rows = scores.num_heads // model.plan.tensor_size // layout.num_sets
         length, tile = min(sizes.context, prompt_tokens), tile_queries_for(PREFILL_BLOCK_TOKENS, query_rows)
-        tiles = [keys_of(end, min(length, end + tile)) for end in range(0, length, tile)]
+        start = sizes.prompt_start
+        tiles = [keys_of(start + end, start + min(length, end + tile)) for end in range(0, length, tile)]
         num_blocks = math.ceil(prompt_tokens / PREFILL_BLOCK_TOKENS)
         of_prompts = _visits(sizes, tiles * math.ceil(prompt_tokens / length), row_bytes)
         work[call_of(num_blocks)] = replace(of_prompts, is_of_prompts=True)
