@@ -44,6 +44,8 @@ class Conversation:
 
     starts_at: float
     turns: tuple[Turn, ...]
+    session: str = ""
+    """Name that its requests give; empty for none."""
 
     @property
     def num_tokens(self) -> int:

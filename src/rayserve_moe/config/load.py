@@ -269,7 +269,8 @@ def _checked_list(name: str, values: Any, key: _Key) -> tuple[Any, ...]:
     """Check the entries of a list."""
     kind, what = LISTS[key.kind]
     if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
-        raise SettingsError(f"{name} must be a list of {what}, found {_shown(values)}")
+        form = f", for example [{_shown(values)}]" if type(values) is kind else ""
+        raise SettingsError(f"{name} must be a list of {what}{form}, found {_shown(values)}")
     if len(values) > MAX_ENTRIES:
         raise SettingsError(f"{name} must have at most {MAX_ENTRIES} entries, found {len(values)}")
     for value in values if kind is int else ():

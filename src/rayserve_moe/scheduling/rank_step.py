@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Queued
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -18,10 +19,9 @@ from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, PREFILL_BLOCK_
 from rayserve_moe.state.groups import EntryGroup, PageGroup
 
 CANDIDATES = 8
-"""Waiting sequences, from the front, that are compared."""
-
-MAX_PASSED_OVER = 16
-"""Times that others may be admitted before the sequence at the front."""
+"""Waiting sequences of each kind whose cached prefixes are matched before an admission."""
+MIN_PASSES, PASSES_PER_WAITING = 16, 2
+"""Times that others may be admitted before the sequence at the front: a minimum, and a number per waiting sequence."""
 
 
 @dataclass(frozen=True)
@@ -299,13 +299,24 @@ def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequenc
     """Return the index in `waiting` (not empty) of the sequence to admit next.
 
     Among the sequences with the priority of the front, it is the first with the most cached tokens (longest prefix
-    match, as in SGLang). To prevent starvation, the front is admitted once it was passed over MAX_PASSED_OVER times, or
-    if it was preempted.
+    match, as in SGLang). New conversations, which evict pages, thus wait until turns of known ones are served. To
+    prevent starvation, the front is admitted if it was preempted, or passed over PASSES_PER_WAITING times for each
+    waiting sequence.
+
+    Matching all sequences takes too long, so their last counts are kept (`QueueState.num_cached`). CANDIDATES each are
+    matched anew: at the front, never matched before, and with the most cached tokens.
     """
     front, queue = waiting[0], waiting[0].queue
-    if len(waiting) == 1 or queue.num_to_recompute or queue.num_passed_over >= MAX_PASSED_OVER:
+    max_passes = max(MIN_PASSES, PASSES_PER_WAITING * len(waiting))
+    if len(waiting) == 1 or queue.num_to_recompute or queue.num_passed_over >= max_passes:
         return 0
     priority = front.request.priority
-    candidates = list(takewhile(lambda s: s.request.priority == priority, islice(waiting, CANDIDATES)))
-    cached = [cached_tokens(sequence) for sequence in candidates]
-    return cached.index(max(cached))
+    equals = list(takewhile(lambda s: s.request.priority == priority, waiting))
+    candidates = set(range(min(CANDIDATES, len(equals))))
+    if len(equals) > CANDIDATES:
+        known = [sequence.queue.num_cached for sequence in equals]
+        candidates.update(islice((place for place, count in enumerate(known) if count is None), CANDIDATES))
+        candidates.update(nlargest(CANDIDATES, range(len(equals)), key=lambda place: known[place] or 0))
+    for place in candidates:
+        equals[place].queue.num_cached = cached_tokens(equals[place])
+    return max(sorted(candidates), key=lambda place: equals[place].queue.num_cached or 0)

@@ -115,6 +115,8 @@ class QueueState:
     """Number of times that others were admitted before it while it was at the front."""
     num_to_recompute: int = 0
     """Positions that were computed before a preemption."""
+    num_cached: int | None = None
+    """Cached tokens when they were last matched; None before."""
 
 
 @dataclass(slots=True)

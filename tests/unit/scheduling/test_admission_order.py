@@ -1,4 +1,4 @@
-"""Cached prefixes go first, and nobody waits for ever because of it."""
+"""Cached prefixes go first, and no sequence waits for ever because of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.scheduling.rank_step import CANDIDATES, MAX_PASSED_OVER, next_to_admit, queue_by_priority
+from rayserve_moe.scheduling.rank_step import (
+    CANDIDATES,
+    MIN_PASSES,
+    PASSES_PER_WAITING,
+    next_to_admit,
+    queue_by_priority,
+)
 from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.engine.schedulers import Turns, one, scheduler
 
@@ -29,10 +35,29 @@ def test_the_most_cached_goes_first_and_of_equals_the_one_that_came_first():
     assert place(*queue_of(5)) == 0
 
 
-def test_only_those_near_the_front_are_looked_at():
-    cached = [0] * CANDIDATES
-    assert place(*queue_of(*cached, 64)) == 0
-    assert place(*queue_of(*cached[1:], 64)) == CANDIDATES - 1
+def test_the_most_cached_goes_first_from_any_place_in_a_long_queue():
+    """Each admission matches few sequences, so the last place is known after some of them."""
+    num_waiting = 40 * CANDIDATES
+    waiting, cached = queue_of(*[0] * (num_waiting - 1), 64)
+    matched: list[Sequence] = []
+
+    def cached_tokens(sequence: Sequence) -> int:
+        matched.append(sequence)
+        return cached[sequence]
+
+    for _ in range(num_waiting // CANDIDATES):
+        matched.clear()
+        found = next_to_admit(waiting, cached_tokens=cached_tokens)
+        assert len(matched) <= 3 * CANDIDATES, "a deep queue costs no more than a short one"
+    assert found == num_waiting - 1
+
+
+def test_a_prefix_that_is_evicted_while_its_sequence_waits_loses_its_place():
+    waiting, cached = queue_of(*[0] * 3 * CANDIDATES, 64, 32)
+    for _ in range(4):
+        assert place(waiting, cached) in (0, 3 * CANDIDATES)
+    cached[waiting[3 * CANDIDATES]] = 0
+    assert place(waiting, cached) == 3 * CANDIDATES + 1
 
 
 def test_whoever_was_preempted_goes_first():
@@ -43,9 +68,19 @@ def test_whoever_was_preempted_goes_first():
 
 def test_passing_over_ends():
     waiting, cached = queue_of(0, 64)
-    waiting[0].queue.num_passed_over = MAX_PASSED_OVER - 1
+    waiting[0].queue.num_passed_over = MIN_PASSES - 1
     assert place(waiting, cached) == 1
-    waiting[0].queue.num_passed_over = MAX_PASSED_OVER
+    waiting[0].queue.num_passed_over = MIN_PASSES
+    assert place(waiting, cached) == 0
+
+
+def test_more_may_pass_where_more_wait():
+    num_waiting = 2 * MIN_PASSES
+    waiting, cached = queue_of(*[0] * (num_waiting - 1), 64)
+    cached[waiting[1]] = 1
+    waiting[0].queue.num_passed_over = PASSES_PER_WAITING * num_waiting - 1
+    assert place(waiting, cached) == 1
+    waiting[0].queue.num_passed_over += 1
     assert place(waiting, cached) == 0
 
 
@@ -63,8 +98,8 @@ def test_a_stream_of_cached_prompts_starves_nobody():
             target.add([one(f"popular{num_passing}", popular, num_new=1)])
             num_passing += 1
         turns.turn()
-        assert num_passing < 5 * MAX_PASSED_OVER, "it waits for ever"
-    assert patient.queue.num_passed_over == MAX_PASSED_OVER, "it did let others go first"
+        assert num_passing < 5 * MIN_PASSES, "it waits for ever"
+    assert patient.queue.num_passed_over == MIN_PASSES, "it did let others go first"
     turns.finish()
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from itertools import islice
-
 import numpy as np
 
 from rayserve_moe.engine.cycle import Pace
 from rayserve_moe.engine.extension import StepExtension
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.scheduling.plan_builder import Schedule
-from rayserve_moe.scheduling.rank_step import CANDIDATES
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
@@ -81,12 +78,11 @@ class DraftedSteps(StepExtension):
 
 
 def needs_host_tokens(scheduler: Scheduler) -> bool:
-    """Return True if a running or next waiting sequence needs each token on the host before the next step.
+    """Return True if a running or waiting sequence needs each token on the host before the next step.
 
-    These are sequences with deferred sampling or a token probe.
+    These are sequences with deferred sampling or a token probe. Any waiting sequence may be admitted next.
     """
     table = scheduler.table
     if table.wants.num_held or table.wants.num_probed:
         return True
-    max_num_next = CANDIDATES + sum(len(rank.free_rows) for rank in scheduler.open_ranks)
-    return any(each.is_held or each.evidence.probe is not None for each in islice(scheduler.waiting, max_num_next))
+    return any(each.is_held or each.evidence.probe is not None for each in scheduler.waiting)
