@@ -16,7 +16,7 @@ from rayserve_moe.requests.fields import MAX_LISTED_IDS
 from rayserve_moe.requests.records import GenerationRequest
 
 MODEL_WIDTH = -1
-_MASK = "return_sampling_mask"
+_MASK, DRAFTED = "return_sampling_mask", "drafted"
 WANTS_MASK = 2
 """Added to the first number of an `evidence_row` that requests a sampling mask."""
 
@@ -118,11 +118,12 @@ OUTPUT_COLUMNS: Mapping[str, OutputColumn] = {
         "evidence", np.float32, lambda request: len(request.logprob_token_ids) or None, "logprob_token_ids"
     ),
     "entropy": OutputColumn("evidence", np.float32, _flag("return_entropy"), "return_entropy", "output_token_entropy"),
+    DRAFTED: OutputColumn("step", np.int8, _flag("return_draft_tokens"), native="output_token_drafted"),
     "mask_ids": OutputColumn("evidence", np.int32, _flag(_MASK), _MASK, "output_token_sampling_mask", is_ragged=True),
     "mask_logprobs": OutputColumn("evidence", np.float32, _flag(_MASK), _MASK, "output_token_sampling_logprobs"),
 }
-"""Columns by name: likeliest tokens in descending order with log-probs, log-probs of listed ids, entropy in nats,
-sampling mask, and the output's log-prob within the mask."""
+"""Columns by name: likeliest tokens in descending order with log-probs, log-probs of listed ids, entropy in nats, 1 for
+an accepted draft (a column of the commit), sampling mask, and the output's log-prob within the mask."""
 
 PROBED_COLUMNS: Mapping[str, ProbedColumn] = {
     "logprobs": ProbedColumn(np.float32, _scored, lambda _: 0),

@@ -51,6 +51,7 @@ def step_columns(count: int, *, seed: int = 0) -> Columns:
         "top_logprobs": generator.random((count, 5), np.float32),
         "entropy": generator.random(count, np.float32),
         "listed_logprobs": generator.random((count, 6), np.float32),
+        "drafted": generator.integers(0, 2, count).astype(np.int8),
         "mask_ids": ragged(masks),
         "mask_logprobs": generator.random(count, np.float32),
     }
@@ -80,6 +81,7 @@ def test_a_choice_logs_what_its_request_wants_and_no_more(name: str):
         "top_logprobs": {"num_top_logprobs": 2},
         "entropy": {"return_entropy": True},
         "listed_logprobs": {"logprob_token_ids": (7, 9, 11)},
+        "drafted": {"return_draft_tokens": True},
         "mask_ids": {"return_sampling_mask": True},
         "mask_logprobs": {"return_sampling_mask": True},
     }[name]

@@ -86,7 +86,7 @@ def indexed(given: Rollout, *, missing: int | None = None) -> Rollout:
     index = packed_index(chosen)
     if missing is not None:
         index[missing] = None
-    return replace(given, routing=replace(given.routing, index=index), index_layout=INDEX)
+    return replace(given, routing=replace(given.routing, parts={"index": index}), index_layout=INDEX)
 
 
 def test_index_rows_come_back_for_every_sparse_layer(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def assert_same_routing(found: RoutedExperts | None, wanted: RoutedExperts | Non
     assert (found is None) == (wanted is None)
     if found is not None and wanted is not None:
         assert found.rows.dtype == wanted.rows.dtype and np.array_equal(found.rows, wanted.rows)
-        assert replace(found, rows=NO_ROWS, index=None) == replace(wanted, rows=NO_ROWS, index=None)
+        assert replace(found, rows=NO_ROWS, parts={}) == replace(wanted, rows=NO_ROWS, parts={})
         assert (found.index is None) == (wanted.index is None)
         if found.index is not None:
             assert found.index.tolist() == wanted.index.tolist()
