@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from rayserve_moe.balancing.migration import FailedFetch
+from rayserve_moe.decoding.masks import WORD_BITS
 from rayserve_moe.execution.step.pack import PackedStep
 from rayserve_moe.execution.step.pytrees import StepOutput
 from rayserve_moe.replay.index_rows import packed_index
@@ -94,8 +95,13 @@ def _columns(found: Mapping[str, Any], places: np.ndarray) -> Columns:
 
 
 def _mask(bits_AW: jax.Array, logprobs_A: jax.Array, places: np.ndarray) -> Columns:
-    is_kept = np.unpackbits(np.asarray(bits_AW)[places].view(np.uint8), axis=1, bitorder="little")
-    counts, ids = is_kept.sum(axis=1, dtype=np.int32), np.nonzero(is_kept)[1].astype(np.int32)
+    """Return the ids of set bits; only numbers with any are unpacked, which are few of a large vocabulary."""
+    bits_NW = np.asarray(bits_AW)[places]
+    rows, words = np.nonzero(bits_NW)
+    is_kept = np.unpackbits(bits_NW[rows, words].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+    found, bits = np.nonzero(is_kept)
+    counts = np.bincount(rows[found], minlength=len(bits_NW)).astype(np.int32)
+    ids = (WORD_BITS * words[found] + bits).astype(np.int32)
     return {"mask_ids": Ragged(counts, ids), "mask_logprobs": np.asarray(logprobs_A)[places]}
 
 
