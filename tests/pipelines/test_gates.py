@@ -11,17 +11,18 @@ import jax
 import numpy as np
 import pytest
 
-from rayserve_moe import Engine, extract_router_gates_from_meta_info
+from rayserve_moe import Engine, extract_indexer_topk_from_meta_info, extract_router_gates_from_meta_info
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.speculation.model_drafts import ModelProposer
 from rayserve_moe.execution.programs.specs import programs_of
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.replay.encoding import routing_until
+from rayserve_moe.requests.columns import as_array
 from rayserve_moe.requests.records import GATES, ModelCard, RequestError
 from rayserve_moe.requests.results import ChoiceResult
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.engine.outputs import Outcomes, assert_identical
-from tests.support.engine.run_requests import cycle_for, preempt_every, run_alone, run_on
+from tests.support.engine.run_requests import cycle_for, preempt_every, run_alone, run_on, speculation_of
 from tests.support.engine.workload import mixed_workload
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.families import FAMILY_CASES, write_family
@@ -159,6 +160,41 @@ def test_four_devices_have_and_force_the_gates_of_one(engine: Engine, answers: l
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_any_subset_of_decisions_can_be_forced(tmp_path: Path):
+    """All of a run give its log-probs; zero gates change them, and so does an index that sees itself alone."""
+    (sparse,) = [case for case in FAMILY_CASES if case.name == "glm_moe_dsa-1"]
+    on = {"enable_return_router_gates": True, "enable_return_indexer_topk": True, "page_size": 16}
+    path = write_family(sparse, tmp_path / "sparse", seed=5)
+    with Engine(str(path), **{**SETTINGS, **on}) as engine:
+        (answer,) = engine.generate(
+            input_ids=PROMPTS[1:2], sampling_params=SAMPLING, return_indexer_topk=True, return_logprob=True, **ROWS
+        )
+        meta = answer["meta_info"]
+        gates, index = extract_router_gates_from_meta_info(answer), extract_indexer_topk_from_meta_info(answer)
+        alone = np.full_like(index, -1)
+        alone[:, :, 0] = np.arange(len(index))[:, None]
+
+        def logprobs(**forced: Any) -> np.ndarray:
+            (found,) = engine.generate(
+                input_ids=[whole(PROMPTS[1], answer)],
+                sampling_params=SCORED,
+                return_logprob=True,
+                logprob_start_len=len(PROMPTS[1]) - 1,
+                **{name: [value] for name, value in forced.items()},
+            )
+            return np.array([entry[0] for entry in found["meta_info"]["input_token_logprobs"][1:]])
+
+        wanted = [entry[0] for entry in meta["output_token_logprobs"]]
+        experts = {"forced_routed_experts": meta["routed_experts"]}
+        for gates_of_run in ({}, {"forced_router_gates": gates}):
+            for index_of_run in ({}, {"forced_indexer_topk": index}):
+                found = logprobs(**experts, **gates_of_run, **index_of_run)
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+        for other in ({"forced_router_gates": 0 * gates}, {"forced_indexer_topk": alone}):
+            assert np.abs(logprobs(**experts, **other) - wanted).max() > 1e-3
+
+
 DRAFTS = 3
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
@@ -205,6 +241,21 @@ def test_the_way_does_not_show(runner: HostRunner, card: ModelCard, alone: Outco
     cycle.scheduler.flush()
     assert all(outcome.routing is not None and GATES in outcome.routing.parts for outcome in found.values())
     assert_identical(found, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("intervene", [None, preempt_every(7)], ids=["undisturbed", "preempted"])
+def test_outputs_that_were_accepted_drafts_are_as_many_as_are_counted(
+    runner: HostRunner, card: ModelCard, intervene: Any
+):
+    cycle = cycle_for(runner, card, replace(WAY, proposer=ModelProposer("drafts"), num_drafts=DRAFTS))
+    requests = [replace(request, return_draft_tokens=True) for request in mixed_workload()]
+    found = run_on(cycle, card, requests, intervene=intervene)
+    cycle.scheduler.flush()
+    for outcome in found.values():
+        assert len(outcome.columns["drafted"]) == len(outcome.ids)
+    num_drafted = sum(int(as_array(outcome.columns["drafted"]).sum()) for outcome in found.values())
+    assert num_drafted == speculation_of(cycle).totals.accepted > 0
 
 
 @pytest.mark.slow
