@@ -76,14 +76,14 @@ def forward(  # noqa: PLR0913 (the options of a call)
     returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK` and `gates_MTK`.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
-    capacity = None
-    if config.experts.selection == "balanced":
-        forced = None
+    is_forced = capacity = None
+    if forced is not None and config.experts.selection != "balanced":
+        is_forced = jnp.any(forced.ids_MXK >= 0)
     if config.experts.limits_capacity:
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     inputs = step_inputs(batch, pools, config)._replace(
-        maps=maps, forced=forced, capacity=capacity, choices=forced_choices
+        maps=maps, forced=forced, is_forced=is_forced, capacity=capacity, choices=forced_choices
     )
     captured_runs, chosen_runs, entering = [], [], {}
     carry = first_carry(hidden_TD, pools, batch, config=config)

@@ -152,7 +152,7 @@ class RequestedEvidence:
     """Ids whose log-probs are returned at every output."""
     return_entropy: bool = stated(False, FLAG, openai=None, vllm=None)
     """Return the entropy at every output."""
-    return_sampling_mask: bool = stated(False, FLAG, vllm=None)
+    return_sampling_mask: bool = stated(False, FLAG)
     """Return the sampling mask of every output, and log-probs within it."""
     logprobs_mode: str | None = stated(None, LOGPROBS_MODE)
     """Distribution of output log-probs: the sampled one before truncation (processed), or the model's own (raw)."""
