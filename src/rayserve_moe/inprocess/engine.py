@@ -255,7 +255,7 @@ class Engine:
             e2e_latency_s=running.elapsed_s,
             return_logprob=bool(keywords.get("return_logprob")),
         )
-        answer["meta_info"] |= native_routing(request, result, layout=self.card.routing)
+        answer["meta_info"] |= native_routing(request, result, card=self.card)
         form = keywords.get(INDEX_FORM) or INDEX_FORMS[0]
         answer["meta_info"] |= index_fields(request, result, layout=self.card.index, form=form)
         return answer

@@ -34,7 +34,15 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import draft_parameters
-from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools
+from rayserve_moe.model.model_config import (
+    NO_CAPTURES,
+    Captures,
+    ForcedChoices,
+    ForcedRouting,
+    ModelConfig,
+    Parameters,
+    Pools,
+)
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.states import entry_states, pool_partitions, token_states
@@ -71,11 +79,11 @@ def run_step(
             state.pools,
             batch=step.batch,
             sample_places_S=step.sample_places_S,
-            forced_MXK=blocks and blocks.forced_NMXK[0],
+            forced=None if blocks is None else _forced_of_rank(blocks),
             forced_choices=None if blocks is None else jax.tree.map(lambda of_rank: of_rank[0], blocks.choices),
             config=config.model,
             asked=config.aux_layers,
-            captures=config.capture_index,
+            captures=config.captures,
         )
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
         state = replace(state, pools=out.pools, expert_counts_ME=counts_ME)
@@ -106,8 +114,15 @@ def _output(sampled: Sampled, out: ForwardOutput, *, config: StepConfig) -> Step
         {"top": top_bits(sampled.top, plan.data_size)},
         _captured_routing(out, config),
         None if out.chosen_ITK is None else plan.gather_data_ranks(out.chosen_ITK, dim=1),
+        None if out.gates_MTK is None else plan.gather_data_ranks(out.gates_MTK, dim=1),
         tally_N4=tally_N4,
     )
+
+
+def _forced_of_rank(blocks: BlockInputs) -> ForcedRouting:
+    """Return the forced routing of a data rank, from its shard of the inputs."""
+    ids_MXK, gates_NMXK = blocks.forced_NMXK[0], blocks.gates_NMXK
+    return ForcedRouting(ids_MXK, None if gates_NMXK is None else gates_NMXK[0])
 
 
 def _samples_of(step: DeviceInput) -> SampleInput:
@@ -149,10 +164,10 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     batch: TokenBatch,
     sample_places_S: jax.Array,
     config: ModelConfig,
-    forced_MXK: jax.Array | None = None,
+    forced: ForcedRouting | None = None,
     forced_choices: ForcedChoices | None = None,
     asked: tuple[int, ...] = (),
-    captures: bool = False,
+    captures: Captures = NO_CAPTURES,
 ) -> tuple[ForwardOutput, jax.Array]:
     """Run the forward pass on a device, then return float32 logits [A, V] of `sample_places_S` of all data ranks."""
     out = forward(
@@ -161,7 +176,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
         batch,
         config=config,
         maps=weights.maps,
-        forced_MXK=forced_MXK,
+        forced=forced,
         forced_choices=forced_choices,
         capacity_factor=weights.capacity_factor,
         asked=asked,
@@ -234,7 +249,8 @@ def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockIn
     if blocks is None:
         return None
     of_ranks = cast(jax.Array, config.plan.partition(("data_ranks",)))
-    return BlockInputs(of_ranks, None if blocks.choices is None else ForcedChoices(of_ranks, of_ranks))
+    choices = None if blocks.choices is None else ForcedChoices(of_ranks, of_ranks)
+    return BlockInputs(of_ranks, None if blocks.gates_NMXK is None else of_ranks, choices)
 
 
 def weight_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> ModelWeights:
