@@ -85,6 +85,7 @@ def model_card(
         routing_by_default=replay.by_default,
         index=_index_of(spec, replay) if replay.shows_index else None,
         hidden_size=spec.hidden_size if replay.shows_hidden else 0,
+        audits=replay.audits,
         takes_forced_routing=experts is None or experts.selection != "balanced",
     )
 

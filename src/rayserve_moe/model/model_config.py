@@ -69,3 +69,5 @@ class StepInputs(NamedTuple):
     """Forced choices of an index, or None if they cannot be forced."""
     capacity: StepCapacity | None = None
     """Capacity of slots, or None without a limit."""
+    audits: bool = False
+    """True if layers return the router's own choice beside forced experts."""

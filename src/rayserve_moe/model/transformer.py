@@ -13,15 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.experts.balanced_layer import step_capacity
+from rayserve_moe.experts.native_choice import NativeChoice
 from rayserve_moe.experts.routing import count_tokens
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.reference.layers import take_rows
-from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, step_inputs, visit_period
+from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, sketch_of, step_inputs, visit_period
 from rayserve_moe.model.layer_runs import layer_runs
 from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools
 from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
+
+
+class AuditOutput(NamedTuple):
+    """Evidence about forced tokens: the routers' own choices, and sketches of the residual stream."""
+
+    native: NativeChoice
+    """Choices of all MoE layers: ids [M, T, K], margins and ranks [M, T]."""
+    sketches_LTP: jax.Array
+    """float32, of the input of each layer, then of the output of the last one."""
 
 
 class ForwardOutput(NamedTuple):
@@ -41,6 +51,8 @@ class ForwardOutput(NamedTuple):
     """Inputs [T, D] of the layers in `asked`."""
     chosen_ITK: jax.Array | None = None
     """Positions that each token sees, int32, by layer with an index (`sparse_latent.CHOSEN`), if requested."""
+    audit: AuditOutput | None = None
+    """Evidence of an audit, if requested."""
 
 
 def forward(  # noqa: PLR0913 (the options of a call)
@@ -55,6 +67,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
     capacity_factor: jax.Array | None = None,
     asked: tuple[int, ...] = (),
     captures: bool = False,
+    sketch_DP: jax.Array | None = None,
 ) -> ForwardOutput:
     """Run all layers on a device's share; must be called inside the sharded step.
 
@@ -63,7 +76,8 @@ def forward(  # noqa: PLR0913 (the options of a call)
     slot i. Routing is captured in router order, before the mapping to slots. Nonnegative `forced_MXK` replaces the
     router's selection in prefill blocks; balanced selection ignores it. `forced_choices` likewise replace the choices
     of indexes. `capacity_factor` is a float32 scalar if slots have limited capacity. `asked` are layers whose inputs
-    are returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK`.
+    are returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK`, and
+    projections `sketch_DP` (float32) request `audit`.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
     forced = capacity = None
@@ -73,18 +87,20 @@ def forward(  # noqa: PLR0913 (the options of a call)
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     inputs = step_inputs(batch, pools, config)._replace(
-        maps=maps, forced=forced, capacity=capacity, choices=forced_choices
+        maps=maps, forced=forced, capacity=capacity, choices=forced_choices, audits=sketch_DP is not None
     )
     captured_runs, chosen_runs, entering = [], [], {}
+    sketch_runs = [] if sketch_DP is None else [sketch_of(hidden_TD, sketch_DP)[None]]
     carry = first_carry(hidden_TD, pools, batch, config=config)
     for run in layer_runs(config.spec, asked):
         if run.first in asked:
             entering[run.first] = carry.hidden_TD + carry.added_TD
-        visit = partial(visit_period, params, run=run, inputs=inputs, config=config, captures=captures)
+        visit = partial(visit_period, params, run=run, inputs=inputs, config=config, captures=captures, sketch_DP=sketch_DP)
         begin = carry._replace(num_done=jnp.int32(0))
         carry, found = jax.lax.scan(lambda carry, _, visit=visit: visit(carry), begin, length=run.length)
         captured_runs += [_in_layer_order(found.routings)] if found.routings else []
         chosen_runs += [_in_layer_order(found.captured)] if found.captured else []
+        sketch_runs += [_in_layer_order(found.sketches)] if found.sketches else []
     hidden_TD = carry.hidden_TD + carry.added_TD
     routing = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *captured_runs)
     with jax.named_scope("routing_capture"):
@@ -95,7 +111,8 @@ def forward(  # noqa: PLR0913 (the options of a call)
     entering[config.spec.num_layers] = hidden_TD
     chosen_ITK = jnp.concatenate(chosen_runs) if chosen_runs else None
     inputs_of = tuple(entering[layer] for layer in asked)
-    return ForwardOutput(hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK)
+    audit = AuditOutput(routing.native, jnp.concatenate(sketch_runs)) if sketch_runs else None
+    return ForwardOutput(hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK, audit)
 
 
 def _in_layer_order(of_period: tuple[Any, ...]) -> Any:

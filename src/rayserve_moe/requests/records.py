@@ -163,6 +163,8 @@ class RequestedEvidence:
     """Return the states of the last layer: of all tokens (true), or of the last token (`last`)."""
     return_indexer_topk: bool = stated(False, FLAG)
     """Return the positions that the indexes of sparse attention choose."""
+    is_audited: bool = False
+    """True if the routers' own choices and sketches are returned at all positions of the prompt."""
 
     @property
     def wants_evidence(self) -> bool:
@@ -303,6 +305,8 @@ class ModelCard:
     path: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
+    audits: bool = False
+    """True if the server was started for audits."""
     logprobs_mode: str = PROCESSED
     max_constraint_bytes: int = MAX_CONSTRAINT_BYTES
     """Maximum bytes of a schema, an expression or a grammar of a request."""
