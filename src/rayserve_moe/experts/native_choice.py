@@ -48,9 +48,8 @@ def native_choice(scores: ExpertScores, ids_TK: jax.Array, *, router: RouterSpec
     worst_T = jnp.min(jnp.where(intruder_TE, choice_TE, jnp.inf), axis=1)
     is_same_T = ~jnp.any(intruder_TE, axis=1)
     rank_T = 1 + jnp.sum(choice_TE > worst_T[:, None], axis=1, dtype=jnp.int32)
-    return NativeChoice(
-        native_TK, jnp.where(is_same_T, tie_T, lag_T), jnp.where(is_same_T, router.top_k, jnp.maximum(rank_T, router.top_k + 1))
-    )
+    rank_T = jnp.where(is_same_T, router.top_k, jnp.maximum(rank_T, router.top_k + 1))  # tied scores have no order
+    return NativeChoice(native_TK, jnp.where(is_same_T, tie_T, lag_T), rank_T)
 
 
 def _deciding_values(scores: ExpertScores, router: RouterSpec) -> jax.Array:

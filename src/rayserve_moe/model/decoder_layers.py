@@ -76,7 +76,6 @@ def visit_period(
     inputs: StepInputs,
     config: ModelConfig,
     captures: bool = False,
-    sketch_DP: jax.Array | None = None,
 ) -> tuple[LayerCarry, PeriodOutputs]:
     """Compute the next period of a run; return the carry and the outputs of its layers."""
     routings, captured, sketches = [], [], []
@@ -86,8 +85,8 @@ def visit_period(
         routings += [] if routing is None else [routing]
         if captures and (name := MIXERS[kind.mixer].captured):
             captured += carry.passed[name]
-        if sketch_DP is not None:
-            sketches.append(sketch_of(carry.hidden_TD + carry.added_TD, sketch_DP))
+        if inputs.sketch_DP is not None:
+            sketches.append(sketch_of(carry.hidden_TD + carry.added_TD, inputs.sketch_DP))
     outputs = PeriodOutputs(tuple(routings), tuple(captured), tuple(sketches))
     return carry._replace(num_done=carry.num_done + 1), outputs
 

@@ -87,7 +87,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     inputs = step_inputs(batch, pools, config)._replace(
-        maps=maps, forced=forced, capacity=capacity, choices=forced_choices, audits=sketch_DP is not None
+        maps=maps, forced=forced, capacity=capacity, choices=forced_choices, sketch_DP=sketch_DP
     )
     captured_runs, chosen_runs, entering = [], [], {}
     sketch_runs = [] if sketch_DP is None else [sketch_of(hidden_TD, sketch_DP)[None]]
@@ -95,7 +95,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
     for run in layer_runs(config.spec, asked):
         if run.first in asked:
             entering[run.first] = carry.hidden_TD + carry.added_TD
-        visit = partial(visit_period, params, run=run, inputs=inputs, config=config, captures=captures, sketch_DP=sketch_DP)
+        visit = partial(visit_period, params, run=run, inputs=inputs, config=config, captures=captures)
         begin = carry._replace(num_done=jnp.int32(0))
         carry, found = jax.lax.scan(lambda carry, _, visit=visit: visit(carry), begin, length=run.length)
         captured_runs += [_in_layer_order(found.routings)] if found.routings else []

@@ -6,6 +6,8 @@ of a sketch is near that of x. Entry (d, p) is negative if the top bit of splitm
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 SEED = 20260901
@@ -30,3 +32,40 @@ def _splitmix64(counters: np.ndarray) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class SketchDistance:
+    """Distance of two forward passes over the same tokens."""
+
+    by_layer: list[float]
+    """Norm of the difference of the sketches over the norm of the first's, for the input of each layer and the last
+    output."""
+    first: tuple[int, int] | None
+    """First token, and layer whose input parts, if the distance of a layer exceeds that of all layers before."""
+
+
+def compare_sketches(
+    ours: np.ndarray, theirs: np.ndarray, *, noise: float = 2.0**-7, factor: float = 8.0
+) -> SketchDistance:
+    """Compare sketches [T, layers + 1, P] of two passes.
+
+    Passes part at the first layer whose distance is above `noise` (relative; rounding of bfloat16 is 2^-9) and above
+    `factor` times the largest distance of the layers before it. The token is the first one that is as far apart there.
+
+    Raises: ValueError for sketches of different shapes.
+    """
+    if ours.shape != theirs.shape or ours.ndim != 3:
+        raise ValueError(f"sketches of shapes {ours.shape} and {theirs.shape} do not belong to the same pass")
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    apart_TL = np.linalg.norm(ours - theirs, axis=2)
+    scale_L = np.sqrt(np.mean(np.square(np.linalg.norm(ours, axis=2)), axis=0)) + np.finfo(np.float32).tiny
+    by_layer = np.sqrt(np.mean(np.square(apart_TL), axis=0)) / scale_L
+    before = np.concatenate([[0.0], np.maximum.accumulate(by_layer)[:-1]])
+    bound = np.maximum(noise, factor * before)
+    layers = np.flatnonzero(~(by_layer <= bound))
+    if not len(layers):
+        return SketchDistance(by_layer.tolist(), None)
+    layer = int(layers[0])
+    token = int(np.argmax(~(apart_TL[:, layer] / scale_L[layer] <= bound[layer])))
+    return SketchDistance(by_layer.tolist(), (token, layer))

@@ -102,9 +102,7 @@ def _top(top_N2PJ: jax.Array, places: np.ndarray) -> Columns:
     return {"top_ids": ids, "top_logprobs": np.ascontiguousarray(bits).view(np.float32)}
 
 
-def _probed(
-    runs: Sequence[Mapping[str, jax.Array]], audit: AuditOutput | None, *, places: np.ndarray
-) -> Columns:
+def _probed(runs: Sequence[Mapping[str, jax.Array]], audit: AuditOutput | None, *, places: np.ndarray) -> Columns:
     """Join the runs of a probe of the tokens at `places`; a token without a finite log-prob is not finite."""
     if not runs:
         return {}
@@ -118,7 +116,7 @@ def _probed(
     return dict(columns)
 
 
-def _audited(audit: AuditOutput, places: np.ndarray) -> Columns:
+def _audited(audit: AuditOutput, places: np.ndarray) -> dict[str, np.ndarray]:
     """Return the columns of an audit for the tokens at `places` among the tokens of all data ranks."""
     arrays = {
         "native_experts": audit.native.ids_TK,
