@@ -16,6 +16,7 @@ from rayserve_moe.config.load import environment_setting
 from rayserve_moe.replay.audit import PASSING, worst
 from rayserve_moe.replay.encoding import DIALECTS, encode_index
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.rollouts.alignment import served_layout
 from rayserve_moe.rollouts.answers import Faulty, Unavailable, Unusable
 from rayserve_moe.rollouts.audit_chart import chart
 from rayserve_moe.rollouts.client import BlockingRolloutClient
@@ -135,12 +136,7 @@ def _samples_at_temperature_1(shards: Path) -> bool:
 
 def _layout_of(info: Mapping[str, Any], rollouts: Rollouts) -> RoutingLayout:
     """Return the server's layout of rows. Raises: ValueError if the shards have another."""
-    layout = RoutingLayout(
-        num_hidden_layers=info["num_hidden_layers"],
-        layer_ids=tuple(info["moe_layer_ids"]),
-        num_experts=info["num_experts"],
-        top_k=info["num_experts_per_tok"],
-    )
+    layout = served_layout(info)
     layers = {tuple(each) for each in rollouts.table["layer_ids"].to_pylist() if each is not None}
     experts = set(rollouts.table["num_experts"].to_pylist()) - {None}
     if not layers:
