@@ -22,7 +22,7 @@ from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.execution.programs.buckets import step_shapes
 from rayserve_moe.execution.step.pack import Packer
 from rayserve_moe.execution.step.row_updates import update_vectors
-from rayserve_moe.requests.records import GenerationRequest, RoutingLayout, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RoutingLayout, SamplingParams
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
@@ -30,6 +30,7 @@ from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PROMPT_TOKENS, PAGE_SIZE, WARM_STEPS = 32, 16, 20
 LAYOUT = RoutingLayout(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)
+CARD = ModelCard("", 1 << 20, 1 << 17, (), LAYOUT, returns_routing=True)
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -68,7 +69,7 @@ def microseconds_per_step(num_sequences: int, *, num_steps: int, with_routing: b
     step_tokens = SchedulerSettings().max_step_tokens
     limits = StepLimits(num_sequences, step_tokens, step_tokens, PAGE_SIZE, num_pages, max_tokens)
     scheduler = Scheduler(limits)
-    capture = RoutingCapture(LAYOUT, scheduler.table, num_pages=num_pages, weight_version="0")
+    capture = RoutingCapture(CARD, scheduler.table, num_pages=num_pages)
     devices = InstantDevices(num_sequences, with_routing=with_routing)
     cycle = cycle_with(scheduler, devices, capture=capture if with_routing else None)
     generator = np.random.default_rng(0)

@@ -69,6 +69,13 @@ DELTA_TITLES = {
     "delta": "each turn returns the rows that are new",
     "whole": "each turn returns all rows",
 }
+DECISION_TITLES = {
+    "rows": "rows alone, no gates in the programs",
+    "unasked": "rows alone, gates captured",
+    "gates": "and gates",
+    "masks": "and sampling masks",
+    "gates_masks": "and gates and masks",
+}
 CPU_TITLES = {
     "engine": "this process",
     "host_worker": "host worker",
@@ -187,6 +194,17 @@ def delta_turns(measured: Mapping[str, Any]) -> str:
     return markdown_table([f"{title} of {measured['turn_tokens']} tokens", "turns/s", "of those without routing"], rows)
 
 
+def decisions(measured: Mapping[str, Any]) -> str:
+    """Rows with further decisions in the binary form, beside rows alone of a server without gates."""
+    runs, count = measured["runs"], measured["num_prompts"] * measured["num_new_tokens"]
+    rows = [
+        [DECISION_TITLES[side], rate(count, each), speed_ratio(each, runs["rows"]) if side != "rows" else ""]
+        for side, each in runs.items()
+    ]
+    title = f"{measured['num_prompts']} x {measured['prompt_len']} in / {measured['num_new_tokens']} out"
+    return markdown_table([title, "tokens/s", "of rows alone"], rows)
+
+
 def http(measured: Mapping[str, Any]) -> str:
     """Streams over HTTP beside the same streams in one process, and the CPU time of all who took part."""
     workload, runs = Workload(**measured["workload"]), measured["runs"]
@@ -299,6 +317,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "fleet_validation": fleet_validation,
     "router_time": router_time,
     "delta_turns": delta_turns,
+    "decisions": decisions,
     "http": http,
     "routing_wire": routing_wire,
     "rollout_reading": rollout_reading,

@@ -21,6 +21,7 @@ _HOME_OF = {
     "RequestOutput": "rayserve_moe.inprocess.llm",
     "SamplingParams": "rayserve_moe.inprocess.arguments",
     "extract_indexer_topk_from_meta_info": "rayserve_moe.replay.encoding",
+    "extract_router_gates_from_meta_info": "rayserve_moe.replay.encoding",
     "extract_routed_experts_from_meta_info": "rayserve_moe.replay.encoding",
 }
 
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "extract_indexer_topk_from_meta_info",
     "extract_routed_experts_from_meta_info",
+    "extract_router_gates_from_meta_info",
 ]
 
 

@@ -55,7 +55,7 @@ that, as those of prompts are; the setting of that name says what they are where
 ones, without rank. On `/generate` they are called `token_ids_logprob`, and stand in `output_token_ids_logprobs` where
 `return_logprob` is true; entropies in nats in `output_token_entropy`. `return_sampling_mask` returns the ids that
 truncation left at every output (`output_token_sampling_mask`; with more than 4096 the choice ends with an error), and
-the log-prob of the output among them. These fields, arguments of
+the log-prob of the output among them; [decisions](rl/decisions.md) has more. These fields, arguments of
 [logit processors](logit_processors.md), and `raw_logprobs` where it differs, need the setting `structured_output`: such
 samples are drawn by a program of their own, and without drafts.
 

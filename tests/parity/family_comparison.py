@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rayserve_moe import Engine, extract_indexer_topk_from_meta_info, extract_routed_experts_from_meta_info
+from rayserve_moe import (
+    Engine,
+    extract_indexer_topk_from_meta_info,
+    extract_routed_experts_from_meta_info,
+    extract_router_gates_from_meta_info,
+)
 from rayserve_moe.model.spec import ModelSpec, RouterSpec
 from tests.parity.family_reference import FamilyReference
 from tests.parity.ling_reference import LingReference
@@ -35,6 +40,7 @@ TIE_GAP = 1e-5
 
 ENGINE: dict[str, Any] = {
     "enable_return_routed_experts": True,
+    "enable_return_router_gates": True,
     "dtype": "float32",
     "max_running_requests": 4,
     "num_pages": 64,
@@ -124,6 +130,7 @@ def answers_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[st
         sampling_params=sampling,
         return_routed_experts=True,
         return_indexer_topk=engine.card.index is not None,
+        return_router_gates=True,
         return_logprob=True,
     )
 
@@ -167,8 +174,26 @@ def differing_rows(answers: list[dict[str, Any]], reference: Reference, spec: Mo
         differs = (found != np.sort(one.chosen, axis=-1)).any(-1)
         gaps = selection_gaps(one.router_logits, reference.selection_bias, spec.router)
         assert not (differs & (gaps >= TIE_GAP)).any(), f"{differs.sum()} of {differs.size} router rows differ"
+        assert_gates_are_of(answer, rows[:, list(spec.moe_layer_ids)], one.router_logits, spec.router)
         num_differing, num_rows = num_differing + int(differs.sum()), num_rows + differs.size
     return num_differing, num_rows
+
+
+def assert_gates_are_of(
+    answer: dict[str, Any], ids_TMK: np.ndarray, logits_TME: np.ndarray, router: RouterSpec
+) -> None:
+    """Gates are the reference's scores of the experts, as their description says: normalised, then scaled."""
+    gates, info = extract_router_gates_from_meta_info(answer), answer["meta_info"]["router_gates_info"]
+    logits = logits_TME.astype(np.float64)
+    exponents = np.exp(logits - logits.max(-1, keepdims=True))
+    scores = {"sigmoid": 1 / (1 + np.exp(-logits)), "softmax": exponents / exponents.sum(-1, keepdims=True)}
+    wanted = np.take_along_axis(scores[info["score"]], ids_TMK, axis=-1)
+    if info["normalized"]:
+        total = wanted.sum(-1, keepdims=True)
+        wanted = wanted / np.maximum(total, router.renormalize_floor)
+    if info["expert_factors"]:  # they are parameters, which the description does not have
+        return
+    np.testing.assert_allclose(gates, wanted * info["scale"], rtol=0, atol=1e-4 * info["scale"])
 
 
 def selection_gaps(logits_TME: np.ndarray, bias_ME: np.ndarray, router: RouterSpec) -> np.ndarray:

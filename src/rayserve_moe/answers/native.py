@@ -11,16 +11,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.replay.encoding import encode_index, encode_routed_experts, routed_experts_info, routing_from
-from rayserve_moe.requests.columns import OUTPUT_COLUMNS, Columns, Values, as_array
+from rayserve_moe.replay.encoding import (
+    encode_index,
+    encode_routed_experts,
+    gates,
+    routed_experts_info,
+    routing_from,
+)
+from rayserve_moe.requests.columns import OUTPUT_COLUMNS, Columns, Ragged, Values, as_array, ragged
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, IndexLayout, ModelCard, RoutedExperts, RoutingLayout
 from rayserve_moe.requests.results import ChoiceResult, DraftCounts, joined_ranges
 
-_NO_VALUES = np.zeros(0, np.float32)
+_NO_VALUES, NO_ENTRIES = np.zeros(0, np.float32), ragged([])
+MASK_COUNTS, MASK_IDS = "sampling_mask_counts", "sampling_mask_ids"
+"""Arrays of a container: the number of ids that each output could have had, and these ids, output after output."""
 
 
-def native_answer(
+def native_answer(  # noqa: PLR0913 (what differs from call to call is by keyword)
     request: GenerationRequest,
     result: ChoiceResult,
     *,
@@ -28,10 +36,12 @@ def native_answer(
     e2e_latency_s: float,
     return_logprob: bool = False,
     token_text: Callable[[int], str] | None = None,
+    arrays: dict[str, np.ndarray] | None = None,
 ) -> dict:
     """Return the `/generate` object of a choice without routing; `finish_reason` is None while the choice runs.
 
-    `token_text` returns the third member of log-prob entries; without it they are None.
+    `token_text` returns the third member of log-prob entries; without it they are None. With `arrays`, those of a
+    container, sampling masks are put there.
     """
     versions = weight_version_ranges(request, result)
     meta_info = {
@@ -46,7 +56,7 @@ def native_answer(
         "logprob_weight_versions": [list(labelled) for labelled in versions],
     }
     meta_info |= _native_drafts(result.drafts)
-    meta_info |= _native_columns(request, result)
+    meta_info |= _native_columns(request, result, arrays)
     if (states := hidden_states(request, result)) is not None:
         meta_info["hidden_states"] = states
     if return_logprob:
@@ -54,7 +64,7 @@ def native_answer(
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
 
 
-def native_routing(request: GenerationRequest, result: ChoiceResult, *, layout: RoutingLayout) -> dict:
+def native_routing(request: GenerationRequest, result: ChoiceResult, *, card: ModelCard) -> dict:
     """Return the known routing of a choice in the sglang dialect, for its `meta_info`.
 
     A running choice has no routing unless it is streamed.
@@ -62,7 +72,31 @@ def native_routing(request: GenerationRequest, result: ChoiceResult, *, layout: 
     if not request.return_routed_experts or (result.finish is None and result.routing is None):
         return {}
     start = request.routed_experts_start
-    return {**routing_fields(result.routing, layout, start=start), "routed_experts_start_len": start}
+    wanted = None if result.routing is None else routing_from(result.routing, start)
+    fields = {**routing_fields(wanted, card.routing), **gate_fields(request, wanted, card=card)}
+    return {**fields, "routed_experts_start_len": start}
+
+
+def gate_fields(
+    request: GenerationRequest,
+    routing: RoutedExperts | None,
+    *,
+    card: ModelCard,
+    arrays: dict[str, np.ndarray] | None = None,
+) -> dict:
+    """Return `router_gates` and `router_gates_info` of rows, both None if no row is known; empty unless requested.
+
+    With `arrays`, those of a container, the gates of known rows are put there.
+    """
+    if not request.return_router_gates or card.gates is None:
+        return {}
+    if routing is None:
+        return {"router_gates": None, "router_gates_info": None}
+    described = {"router_gates_info": gates.describe(routing, card.routing, card.gates)}
+    if arrays is None:
+        return {"router_gates": gates.encode(routing), **described}
+    arrays["router_gates"] = gates.known_gates(routing)
+    return described
 
 
 def index_fields(
@@ -162,12 +196,18 @@ def _pairs(logprobs: Values, token_ids: Sequence[int]) -> list[list[tuple[float,
     return [list(zip(values, token_ids, strict=True)) for values in as_array(logprobs).tolist()]
 
 
-def _native_columns(request: GenerationRequest, result: ChoiceResult) -> dict:
-    """Return the requested columns that have a name of their own."""
+def _native_columns(request: GenerationRequest, result: ChoiceResult, arrays: dict[str, np.ndarray] | None) -> dict:
+    """Return the requested columns that have a name of their own; masks in `arrays`, if given."""
+    columns, written = result.columns, {}
     wanted = ((name, each) for name, each in OUTPUT_COLUMNS.items() if each.native and each.width(request) is not None)
-    written = {each.native: result.columns.get(name, _NO_VALUES).tolist() for name, each in wanted}
+    for name, each in wanted:
+        values = columns.get(name, NO_ENTRIES if each.is_ragged else _NO_VALUES)
+        if arrays is not None and isinstance(values, Ragged):
+            arrays |= {MASK_COUNTS: values.lengths, MASK_IDS: values.values}
+        else:
+            written[each.native] = values.tolist()
     if request.return_sampling_mask:
-        written["output_token_sampling_mask_length"] = len(written["output_token_sampling_mask"])
+        written["output_token_sampling_mask_length"] = len(columns.get("mask_ids", NO_ENTRIES))
     return written
 
 
@@ -221,14 +261,13 @@ def likeliest(columns: Columns) -> list[list[tuple[float, int]]] | None:
     return [list(zip(*pair, strict=True)) for pair in zip(logprobs, ids, strict=True)]
 
 
-def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout, *, start: int = 0) -> dict:
-    """Return `routed_experts` and `routed_experts_info` for the rows from `start`; both None without routing."""
+def routing_fields(routing: RoutedExperts | None, layout: RoutingLayout) -> dict:
+    """Return `routed_experts` and `routed_experts_info` of rows; both None without routing."""
     if routing is None:
         return {"routed_experts": None, "routed_experts_info": None}
-    wanted = routing_from(routing, start)
     return {
-        "routed_experts": encode_routed_experts(wanted, layout),
-        "routed_experts_info": routed_experts_info(wanted, layout),
+        "routed_experts": encode_routed_experts(routing, layout),
+        "routed_experts_info": routed_experts_info(routing, layout),
     }
 
 

@@ -331,8 +331,12 @@ def _check_selection(settings: Settings) -> None:
     experts = settings.experts
     if settings.replay.by_default != "off" and not settings.replay.enabled:
         raise SettingsError("routed_experts_by_default needs enable_return_routed_experts: true")
-    if settings.replay.shows_index and not settings.replay.enabled:
-        raise SettingsError("enable_return_indexer_topk needs enable_return_routed_experts: true")
+    for is_on, name in (
+        (settings.replay.shows_index, "enable_return_indexer_topk"),
+        (settings.replay.shows_gates, "enable_return_router_gates"),
+    ):
+        if is_on and not settings.replay.enabled:
+            raise SettingsError(f"{name} needs enable_return_routed_experts: true")
     if experts.selection == "balanced" and settings.replay.audits:
         raise SettingsError("enable_audit needs expert_selection replicas_only: balanced experts cannot be forced")
     if experts.selection == "balanced" and settings.replay.enabled:

@@ -23,7 +23,7 @@ from rayserve_moe.decoding.masks import WORD_BITS, mask_words
 from rayserve_moe.decoding.sampling import Sampled, SamplingBatch
 from rayserve_moe.decoding.truncation import is_kept, last_kept
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
-from rayserve_moe.requests.columns import WANTS_MASK
+from rayserve_moe.requests.columns import WANTS_COLUMNS
 
 
 class TokenColumns(NamedTuple):
@@ -89,13 +89,15 @@ def with_evidence(
 ) -> tuple[Sampled, dict[str, jax.Array]]:
     """Return the samples and the columns of evidence: `entropy` float32 [S] and `listed_logprobs` [S, L].
 
-    `requested_SF` int32 [S, F] holds a row's distribution, then its listed ids, -1 for none (`columns.evidence_row`).
-    Distribution 0 is the sampled distribution before truncation. Distribution 1 is the model's own at temperature 1;
-    the sample's log-prob, its rank and the most likely tokens then refer to it as well. -1 requests nothing.
+    `requested_SF` int32 [S, F] holds what a row requests, then its listed ids, -1 for none (`columns.evidence_row`).
+    Columns are of the sampled distribution before truncation, or of the model's own at temperature 1 if the lowest bit
+    is set; the sample's log-prob, its rank and the most likely tokens then refer to it as well. -1 requests nothing.
     """
+    requests_S = requested_SF[:, 0]
+    wants_S = (requests_S >= 0) & (requests_S & WANTS_COLUMNS > 0)
 
     def found() -> tuple[Sampled, dict[str, jax.Array]]:
-        is_raw_S = (requested_SF[:, 0] == 1) | (requested_SF[:, 0] == 1 + WANTS_MASK)
+        is_raw_S = wants_S & (requests_S % 2 == 1)
         of_logits = token_columns(
             jnp.where(is_raw_S[:, None], *logits),
             jnp.where(is_raw_S | (rows.temperature_S <= 0.0), 1.0, rows.temperature_S),
@@ -121,7 +123,7 @@ def with_evidence(
     # All devices see the same requests, so they take the same branch; only this branch has collectives.
     _, columns = jax.eval_shape(found)
     zeros = {name: jnp.zeros(column.shape, column.dtype) for name, column in columns.items()}
-    return jax.lax.cond(jnp.any(requested_SF[:, 0] >= 0), found, lambda: (sampled, zeros))
+    return jax.lax.cond(jnp.any(wants_S), found, lambda: (sampled, zeros))
 
 
 @jax.named_scope("evidence")

@@ -23,7 +23,7 @@ from rayserve_moe.requests.records import (
 from rayserve_moe.scheduling.sequence import Guide, Sequence
 from rayserve_moe.scheduling.step_plan import MAX_WITHHELD_IDS
 
-FORCED, FORCED_INDEX = "forced_routed_experts", "forced_indexer_topk"
+FORCED, FORCED_INDEX, FORCED_GATES = "forced_routed_experts", "forced_indexer_topk", "forced_router_gates"
 MAX_HIDDEN_NUMBERS = 1 << 24
 """Maximum number of float32 hidden state values returned for a request: 64 MiB."""
 
@@ -89,17 +89,7 @@ def check_request(request: GenerationRequest, card: ModelCard, *, max_tokens: in
         )
     if total > max_tokens:
         raise RequestError(f"{total} tokens exceed the KV page pool of {max_tokens} tokens", "max_tokens")
-    if request.return_routed_experts and not card.returns_routing:
-        raise RequestError(
-            "routed experts are not captured by this server: start it with enable_return_routed_experts: true",
-            "return_routed_experts",
-        )
-    if request.return_indexer_topk and card.index is None:
-        raise RequestError(
-            "no index rows are captured by this server: start it with enable_return_indexer_topk: true, for a model "
-            "with sparse attention",
-            "return_indexer_topk",
-        )
+    _check_rows(request, card)
     scores = request.logprob_token_ids or request.num_top_logprobs or request.score_prompt_from is not None
     for is_requested, check in (
         (sampling.min_new_tokens or sampling.stop_strings_after, _check_ends),
@@ -113,6 +103,28 @@ def check_request(request: GenerationRequest, card: ModelCard, *, max_tokens: in
     ):
         if is_requested:
             check(request, card)
+
+
+def _check_rows(request: GenerationRequest, card: ModelCard) -> None:
+    """Raise RequestError for rows that the server does not capture."""
+    if request.return_routed_experts and not card.returns_routing:
+        raise RequestError(
+            "routed experts are not captured by this server: start it with enable_return_routed_experts: true",
+            "return_routed_experts",
+        )
+    if request.return_indexer_topk and card.index is None:
+        raise RequestError(
+            "no index rows are captured by this server: start it with enable_return_indexer_topk: true, for a model "
+            "with sparse attention",
+            "return_indexer_topk",
+        )
+    if request.return_router_gates and card.gates is None:
+        raise RequestError(
+            "router gates are not captured by this server: start it with enable_return_router_gates: true",
+            "return_router_gates",
+        )
+    if request.return_router_gates and not request.return_routed_experts:
+        raise RequestError("needs return_routed_experts: gates belong to the experts of rows", "return_router_gates")
 
 
 def _check_fields(record: SamplingParams | GenerationRequest) -> None:
@@ -240,6 +252,8 @@ def _check_forced_routing(request: GenerationRequest, card: ModelCard) -> None:
         raise RequestError("no expert may appear twice in a row", name)
     if forced.index is not None:
         _check_forced_index(forced, forced.index, card)
+    if forced.gates is not None:
+        _check_forced_gates(forced, forced.gates, card)
 
 
 def _check_forced_index(forced: RoutedExperts, index: np.ndarray, card: ModelCard) -> None:
@@ -259,6 +273,16 @@ def _check_forced_index(forced: RoutedExperts, index: np.ndarray, card: ModelCar
         if not (rows[:, 0] >= 0).all() or not is_ascending.all() or rows.max() > last:
             unit = "positions" if layout.block_size == 1 else "blocks"
             raise RequestError(f"row {position} must hold ascending {unit} up to {last}, then -1", name)
+
+
+def _check_forced_gates(forced: RoutedExperts, gates: np.ndarray, card: ModelCard) -> None:
+    """Raise RequestError unless every forced expert has a finite weight."""
+    if card.gates is None:
+        raise RequestError(
+            "gates cannot be forced: start the server with enable_return_router_gates: true", FORCED_GATES
+        )
+    if gates.shape != forced.rows.shape or gates.dtype != np.float32 or not np.isfinite(gates).all():
+        raise RequestError(f"needs a finite float32 for every id of {FORCED}", FORCED_GATES)
 
 
 def sequences_of(request: GenerationRequest, card: ModelCard, *, guides: Iterable[Guide | None]) -> list[Sequence]:

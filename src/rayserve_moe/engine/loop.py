@@ -319,14 +319,7 @@ def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) 
 
 def capture_for(scheduler: Scheduler, card: ModelCard, *, num_pages: int) -> RoutingCapture:
     """Return the routing capture of a scheduler."""
-    return RoutingCapture(
-        card.routing,
-        scheduler.table,
-        num_pages=num_pages,
-        num_data_ranks=len(scheduler.ranks),
-        weight_version=card.weight_version,
-        max_index_bytes=0 if card.index is None else card.index.max_bytes,
-    )
+    return RoutingCapture(card, scheduler.table, num_pages=num_pages, num_data_ranks=len(scheduler.ranks))
 
 
 def speculation_for(settings: SpeculationSettings, scheduler: Scheduler, *, card: ModelCard) -> Speculation | None:

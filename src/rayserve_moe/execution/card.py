@@ -17,7 +17,7 @@ from rayserve_moe.model.family_table import family_of, rules_of, spec_from_confi
 from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.requests.records import IndexLayout, ModelCard
+from rayserve_moe.requests.records import GateScale, IndexLayout, ModelCard
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
@@ -84,6 +84,7 @@ def model_card(
         logprobs_mode=model.logprobs_mode,
         routing_by_default=replay.by_default,
         index=_index_of(spec, replay) if replay.shows_index else None,
+        gates=_gates_of(spec) if replay.shows_gates else None,
         hidden_size=spec.hidden_size if replay.shows_hidden else 0,
         audits=replay.audits,
         takes_forced_routing=experts is None or experts.selection != "balanced",
@@ -95,6 +96,11 @@ def _index_of(spec: ModelSpec, replay: ReplaySettings) -> IndexLayout:
     if (layout := index_layout(spec)) is None:
         raise SettingsError(f"enable_return_indexer_topk: {spec.family} has no sparse attention with an index")
     return dataclasses.replace(layout, max_bytes=replay.index_store_mib << 20)
+
+
+def _gates_of(spec: ModelSpec) -> GateScale:
+    router = spec.router
+    return GateScale(router.score, router.renormalize, router.scale, router.expert_factors)
 
 
 def check_tensors(files: CheckpointFiles) -> None:

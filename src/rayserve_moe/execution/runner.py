@@ -80,11 +80,10 @@ class HostRunner:
         self._mover = _mover_for(self.served)
         """Moves experts between slots; None on a server whose experts never move."""
         self._packer = _packer_for(self.served)
-        forces_index = self.served.settings.replay.shows_index
-        nothing = cache(partial(no_choices, self.config)) if forces_index else None
-        self._block_inputs = {
-            s: BlockInputSource(s, self.config, no_choices=nothing) for s in self.served.shapes if s.num_blocks
-        }
+        source = partial(
+            BlockInputSource, captures=self.served.captures, no_choices=cache(partial(no_choices, self.config))
+        )
+        self._block_inputs = {s: source(s, self.config) for s in self.served.shapes if s.num_blocks}
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
         self.later: LaterShapes | None = None

@@ -40,7 +40,7 @@ from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.layers.index_rows import STATE as INDEX_KEYS
 from rayserve_moe.model.layers.index_rows import index_layout
-from rayserve_moe.model.model_config import ModelConfig
+from rayserve_moe.model.model_config import Captures, ModelConfig
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import KeptState, entry_states, layer_pages_of, states_of, states_within, token_states
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -191,13 +191,19 @@ class ServedModel:
         """Return the number of a row's drafts that the draft model reads to draft further."""
         return self.settings.speculation.max_drafts - 1
 
+    @property
+    def captures(self) -> Captures:
+        """Return the decisions that steps return beside the routing."""
+        replay = self.settings.replay
+        return Captures(index=replay.shows_index, gates=replay.shows_gates)
+
     def step_config(self, num_pages: int) -> StepConfig:
         layer_pages = layer_pages_of(self._paged, self.pool.groups(num_pages))
         return StepConfig(
             self.config,
             self.settings.cache.page_size,
             self.settings.replay.enabled,
-            self.settings.replay.shows_index,
+            self.captures,
             layer_pages=layer_pages,
             max_drafts=self.settings.speculation.max_drafts,
             num_columns=num_columns(self.config),

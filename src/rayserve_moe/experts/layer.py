@@ -22,6 +22,7 @@ from rayserve_moe.experts.routing import (
     gates_of,
     rank_experts,
     select_top_k,
+    with_forced_gates,
 )
 from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacedExperts, PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens
@@ -33,11 +34,13 @@ from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 class LayerRouting(NamedTuple):
     """Logical ids [T, K] in router order, and a tally [4] if slots have limited capacity.
 
+    `gates_TK` float32 multiply the experts' outputs, after normalisation, scale and factors; None if not captured.
     `native` is the router's own choice beside the ids, if requested.
     """
 
     ids_TK: jax.Array
     tally_4: jax.Array | None
+    gates_TK: jax.Array | None = None
     native: NativeChoice | None = None
 
 
@@ -78,11 +81,12 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
         slots_TK = ids_TK
     if router.factors_E is not None:
         gates_TK = gates_TK * router.factors_E[ids_TK]
+    gates_TK = with_forced_gates(gates_TK, forced)
     tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
     placed = PlacedExperts(weights, layer, maps)
     backend = choose_backend(tokens, placed, config=config).candidate
     assert backend is not None, "the last candidate takes every call"
-    return backend.run(tokens, placed, config=config), LayerRouting(ids_TK, tally_4, native)
+    return backend.run(tokens, placed, config=config), LayerRouting(ids_TK, tally_4, gates_TK, native)
 
 
 def router_choice(

@@ -45,11 +45,12 @@ def router_of_layer(stacked: StackedRouter) -> RouterWeights:
 class ForcedExperts(NamedTuple):
     """Experts that replace the router's choice for the last X tokens of a step: ids [X, K] in their order, -1: none.
 
-    `is_any`: whether any token of the step is forced.
+    `is_any`: whether any token of the step is forced. `gates_XK` replace the experts' weights, float32, NaN: none.
     """
 
     ids_XK: jax.Array
     is_any: jax.Array
+    gates_XK: jax.Array | None = None
 
 
 class ExpertScores(NamedTuple):
@@ -109,6 +110,19 @@ def select_top_k(
 
         ids_TK, weights_TK = jax.lax.cond(forced.is_any, force, lambda: (ids_TK, weights_TK))
     return ids_TK, gates_of(weights_TK, router=router)
+
+
+def with_forced_gates(gates_TK: jax.Array, forced: ForcedExperts | None) -> jax.Array:
+    """Return the weights of experts with the forced ones of the last tokens."""
+    if forced is None or forced.gates_XK is None:
+        return gates_TK
+    gates_XK = forced.gates_XK
+
+    def force() -> jax.Array:
+        given_TK = jnp.pad(gates_XK, ((len(gates_TK) - len(gates_XK), 0), (0, 0)), constant_values=jnp.nan)
+        return jnp.where(jnp.isnan(given_TK), gates_TK, given_TK)
+
+    return jax.lax.cond(forced.is_any, force, lambda: gates_TK)
 
 
 def gates_of(weights_TK: jax.Array, *, router: RouterSpec) -> jax.Array:

@@ -64,11 +64,10 @@ def packed_update(choice: int, update: ChoiceResult) -> bytes:
     if update.drafts != DraftCounts():
         fields["drafts"] = tuple(update.drafts)
     if update.routing is not None:
-        index = update.routing.index
         fields["routing"] = {
             **vars(update.routing),
             "rows": _packed(update.routing.rows),
-            "index": None if index is None else index.tolist(),
+            "parts": {name: _packed_part(values) for name, values in update.routing.parts.items()},
         }
     if update.columns:
         fields["columns"] = _packed_columns(update.columns)
@@ -105,9 +104,8 @@ def _update_in(record: bytes) -> ChoiceResult:
         missing, source, versions = (
             tuple(map(tuple, routing[name])) for name in ("missing", "source", "weight_version")
         )
-        update.routing = RoutedExperts(
-            _read(routing["rows"]), routing["start"], missing, source, versions, _read_index(routing.get("index"))
-        )
+        parts = {name: _read_part(packed) for name, packed in routing.get("parts", {}).items()}
+        update.routing = RoutedExperts(_read(routing["rows"]), routing["start"], missing, source, versions, parts)
     update.columns = _read_columns(fields.get("columns", {}))
     if "prompt" in fields:
         columns, starts, version = fields["prompt"]
@@ -124,12 +122,17 @@ def _read(packed: tuple[str, list[int], bytes]) -> np.ndarray:
     return np.frombuffer(content, np.dtype(dtype)).reshape(shape).copy()
 
 
-def _read_index(packed: list[bytes | None] | None) -> np.ndarray | None:
-    if packed is None:
-        return None
-    index = np.empty(len(packed), object)
-    index[:] = packed
-    return index
+def _packed_part(values: np.ndarray) -> Any:
+    return values.tolist() if values.dtype == object else _packed(values)
+
+
+def _read_part(packed: Any) -> np.ndarray:
+    """Return the entries of a part: rows of bytes in a list, or a packed array, whose first member is text."""
+    if packed and isinstance(packed[0], str):
+        return _read(packed)
+    entries = np.empty(len(packed), object)
+    entries[:] = packed
+    return entries
 
 
 def _packed_columns(columns: Columns) -> dict[str, list[Any]]:

@@ -8,17 +8,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_index
+from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_gates, decode_each_forced_index
 from rayserve_moe.requests.builder import build_request, param_names, read_given
 from rayserve_moe.requests.fields import FLAG, INT32_MAX, SGLANG, VLLM, Values, whole
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError, SharedSampling
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.truncation import truncation_to
 
-FORCED, FORCED_INDEX = "forced_routed_experts", "forced_indexer_topk"
+FORCED, FORCED_INDEX, FORCED_GATES = "forced_routed_experts", "forced_indexer_topk", "forced_router_gates"
 _OPTIONS_WITHOUT_FIELD = {"return_logprob": FLAG, "logprob_start_len": whole(-1, INT32_MAX)}
 """Keywords that no field of a request holds unchanged."""
-OPTIONS = {*_OPTIONS_WITHOUT_FIELD, "rid", FORCED, FORCED_INDEX, *param_names(SGLANG, GenerationRequest).values()}
+OPTIONS = {
+    *_OPTIONS_WITHOUT_FIELD,
+    "rid",
+    FORCED,
+    FORCED_INDEX,
+    FORCED_GATES,
+    *param_names(SGLANG, GenerationRequest).values(),
+}
 """Keywords of a call of `Engine` besides sampling parameters."""
 _SCORES = ("logprobs", "prompt_logprobs")
 _OPTIONS_OF_LLM = {
@@ -125,7 +132,8 @@ def requests_from(
     `keywords` take precedence and include options. `logprob_start_len` p returns log-probs of prompt tokens at
     positions above p, -1 none. `forced_routed_experts` replaces the router's selection at prompt positions from 0: an
     array [rows, MoE layers, k] or any encoding of an answer; for a batch a list with an entry per prompt.
-    `forced_indexer_topk` likewise replaces the choice of indexes at the same positions.
+    `forced_indexer_topk` and `forced_router_gates` likewise replace the choice of indexes and the experts' weights at
+    the same positions.
     """
     each = one_each(sampling_params, len(prompts.ids), single=Mapping, otherwise={})
     lengths = list(map(len, prompts.ids))
@@ -138,6 +146,10 @@ def requests_from(
         forced = decode_each_forced_index(index, forced, layout=card.index, is_batch=prompts.is_batch)
     except ValueError as error:
         raise RequestError(f"{FORCED_INDEX}: {error}", FORCED_INDEX) from error
+    try:
+        forced = decode_each_forced_gates(keywords.get(FORCED_GATES), forced, is_batch=prompts.is_batch)
+    except ValueError as error:
+        raise RequestError(f"{FORCED_GATES}: {error}", FORCED_GATES) from error
     given = read_given(keywords, options=OPTIONS)
     for name, values in _OPTIONS_WITHOUT_FIELD.items():
         if name in given:

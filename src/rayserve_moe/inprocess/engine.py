@@ -254,7 +254,7 @@ class Engine:
             e2e_latency_s=running.elapsed_s,
             return_logprob=bool(keywords.get("return_logprob")),
         )
-        answer["meta_info"] |= native_routing(request, result, layout=self.card.routing)
+        answer["meta_info"] |= native_routing(request, result, card=self.card)
         answer["meta_info"] |= index_fields(request, result, layout=self.card.index)
         return answer
 

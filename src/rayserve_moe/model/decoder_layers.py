@@ -14,7 +14,7 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.model.layer_runs import LayerRun
 from rayserve_moe.model.layers.kinds import FfnRows
 from rayserve_moe.model.layers.table import FFNS, MIXERS
-from rayserve_moe.model.model_config import ModelConfig, Parameters, Pools, StepInputs
+from rayserve_moe.model.model_config import NO_CAPTURES, Captures, ModelConfig, Parameters, Pools, StepInputs
 from rayserve_moe.model.spec import LayerSpec
 
 
@@ -75,15 +75,16 @@ def visit_period(
     run: LayerRun,
     inputs: StepInputs,
     config: ModelConfig,
-    captures: bool = False,
+    captures: Captures = NO_CAPTURES,
 ) -> tuple[LayerCarry, PeriodOutputs]:
     """Compute the next period of a run; return the carry and the outputs of its layers."""
     routings, captured, sketches = [], [], []
     for index, kind in enumerate(run.period):
         place = _place(run, index, carry.num_done)
         carry, routing = apply_layer(params, carry, kind, place=place, inputs=inputs, config=config)
-        routings += [] if routing is None else [routing]
-        if captures and (name := MIXERS[kind.mixer].captured):
+        if routing is not None:
+            routings.append(routing if captures.gates else routing._replace(gates_TK=None))
+        if captures.index and (name := MIXERS[kind.mixer].captured):
             captured += carry.passed[name]
         if inputs.sketch_DP is not None:
             sketches.append(sketch_of(carry.hidden_TD + carry.added_TD, inputs.sketch_DP))

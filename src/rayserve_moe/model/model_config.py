@@ -44,6 +44,28 @@ class ModelConfig:
         return self.experts.plan
 
 
+class Captures(NamedTuple):
+    """Decisions that a step returns beside the routing."""
+
+    index: bool = False
+    """The choices of indexes of sparse attention."""
+    gates: bool = False
+    """The weights of the chosen experts."""
+
+
+NO_CAPTURES = Captures()
+
+
+class ForcedRouting(NamedTuple):
+    """Experts of all MoE layers that replace the routers' choice for tokens in prefill blocks (`ForcedExperts`)."""
+
+    ids_MXK: jax.Array
+    is_any: jax.Array
+    """Bool scalar: True if any entry is forced."""
+    gates_MXK: jax.Array | None = None
+    """Weights of these experts, float32, NaN for none; None if they cannot be forced."""
+
+
 class ForcedChoices(NamedTuple):
     """Positions that some tokens see in place of those that indexes would choose."""
 
@@ -63,8 +85,8 @@ class StepInputs(NamedTuple):
     """Result of `Mixer.prepare` by kind of mixer, computed once for all of its layers."""
     maps: PlacementArrays | None = None
     """Slots of the experts; None stands for expert i in slot i."""
-    forced: tuple[jax.Array, jax.Array] | None = None
-    """Forced routing [M, X, K], and a bool scalar that is True if any entry is forced."""
+    forced: ForcedRouting | None = None
+    """Forced routing; None if it cannot be forced."""
     choices: ForcedChoices | None = None
     """Forced choices of an index, or None if they cannot be forced."""
     capacity: StepCapacity | None = None

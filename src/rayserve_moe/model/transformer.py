@@ -20,7 +20,15 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.reference.layers import take_rows
 from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, sketch_of, step_inputs, visit_period
 from rayserve_moe.model.layer_runs import layer_runs
-from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools
+from rayserve_moe.model.model_config import (
+    NO_CAPTURES,
+    Captures,
+    ForcedChoices,
+    ForcedRouting,
+    ModelConfig,
+    Parameters,
+    Pools,
+)
 from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
 
@@ -51,6 +59,8 @@ class ForwardOutput(NamedTuple):
     """Inputs [T, D] of the layers in `asked`."""
     chosen_ITK: jax.Array | None = None
     """Positions that each token sees, int32, by layer with an index (`sparse_latent.CHOSEN`), if requested."""
+    gates_MTK: jax.Array | None = None
+    """Weights of the chosen experts, float32 (`LayerRouting`), if requested."""
     audit: AuditOutput | None = None
     """Evidence of an audit, if requested."""
 
@@ -62,27 +72,27 @@ def forward(  # noqa: PLR0913 (the options of a call)
     *,
     config: ModelConfig,
     maps: PlacementArrays | None = None,
-    forced_MXK: jax.Array | None = None,
+    forced: ForcedRouting | None = None,
     forced_choices: ForcedChoices | None = None,
     capacity_factor: jax.Array | None = None,
     asked: tuple[int, ...] = (),
-    captures: bool = False,
+    captures: Captures = NO_CAPTURES,
     sketch_DP: jax.Array | None = None,
 ) -> ForwardOutput:
     """Run all layers on a device's share; must be called inside the sharded step.
 
     `params` and `pools` are local shares. `batch` is this data rank's; batches of all ranks have the same shape, and
     idle ranks have padding. `maps` are the expert slots of all MoE layers, equal on every device; None is expert i in
-    slot i. Routing is captured in router order, before the mapping to slots. Nonnegative `forced_MXK` replaces the
-    router's selection in prefill blocks; balanced selection ignores it. `forced_choices` likewise replace the choices
-    of indexes. `capacity_factor` is a float32 scalar if slots have limited capacity. `asked` are layers whose inputs
-    are returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK`, and
+    slot i. Routing is captured in router order, before the mapping to slots. `forced` replaces the routers'
+    selection in prefill blocks; balanced selection ignores it. `forced_choices` likewise replace the choices of
+    indexes. `capacity_factor` is a float32 scalar if slots have limited capacity. `asked` are layers whose inputs are
+    returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK` and `gates_MTK`;
     projections `sketch_DP` (float32) request `audit`.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
-    forced = capacity = None
-    if forced_MXK is not None and config.experts.selection != "balanced":
-        forced = forced_MXK, jnp.any(forced_MXK >= 0)
+    capacity = None
+    if config.experts.selection == "balanced":
+        forced = None
     if config.experts.limits_capacity:
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
@@ -112,7 +122,9 @@ def forward(  # noqa: PLR0913 (the options of a call)
     chosen_ITK = jnp.concatenate(chosen_runs) if chosen_runs else None
     inputs_of = tuple(entering[layer] for layer in asked)
     audit = AuditOutput(routing.native, jnp.concatenate(sketch_runs)) if sketch_runs else None
-    return ForwardOutput(hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK, audit)
+    return ForwardOutput(
+        hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK, routing.gates_TK, audit
+    )
 
 
 def _in_layer_order(of_period: tuple[Any, ...]) -> Any:

@@ -8,8 +8,6 @@ Positions ascend, so that a token keeps their differences: a byte each, and four
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 LARGE = 255
@@ -82,8 +80,9 @@ class IndexStore:
         self._max_bytes, self.num_bytes = max_bytes, 0
         """Maximum bytes, and bytes of all rows."""
 
-    def write(self, slots: np.ndarray, rows: Iterable[bytes | None]) -> None:
-        """Store the rows of `slots`, int [N]; None for a row that is not known."""
+    def write(self, slots: np.ndarray, entries: np.ndarray | None) -> None:
+        """Store the rows of `slots`, object [N] with None for a row that is not known; None if none is."""
+        rows = [None] * len(slots) if entries is None else entries
         for slot, row in zip(slots.tolist(), rows, strict=True):
             self._drop(slot)
             if row is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from rayserve_moe.requests.fields import MAX_LISTED_IDS
 from rayserve_moe.requests.records import GenerationRequest
 
 MODEL_WIDTH = -1
-_MASK = "return_sampling_mask"
-WANTS_MASK = 2
-"""Added to the first number of an `evidence_row` that requests a sampling mask."""
+_MASK, DRAFTED = "return_sampling_mask", "drafted"
+WANTS_MASK, WANTS_COLUMNS = 2, 4
+"""Added to the first number of an `evidence_row` that requests a sampling mask, or other evidence."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,12 @@ OUTPUT_COLUMNS: Mapping[str, OutputColumn] = {
         "evidence", np.float32, lambda request: len(request.logprob_token_ids) or None, "logprob_token_ids"
     ),
     "entropy": OutputColumn("evidence", np.float32, _flag("return_entropy"), "return_entropy", "output_token_entropy"),
+    DRAFTED: OutputColumn("step", np.int8, _flag("return_draft_tokens"), native="output_token_drafted"),
     "mask_ids": OutputColumn("evidence", np.int32, _flag(_MASK), _MASK, "output_token_sampling_mask", is_ragged=True),
     "mask_logprobs": OutputColumn("evidence", np.float32, _flag(_MASK), _MASK, "output_token_sampling_logprobs"),
 }
-"""Columns by name: likeliest tokens in descending order with log-probs, log-probs of listed ids, entropy in nats,
-sampling mask, and the output's log-prob within the mask."""
+"""Columns by name: likeliest tokens in descending order with log-probs, log-probs of listed ids, entropy in nats, 1 for
+an accepted draft (a column of the commit), sampling mask, and the output's log-prob within the mask."""
 
 PROBED_COLUMNS: Mapping[str, ProbedColumn] = {
     "logprobs": ProbedColumn(np.float32, _scored, lambda _: 0),
@@ -177,13 +178,21 @@ def evidence_row(request: GenerationRequest, columns: Iterable[str]) -> np.ndarr
     """Return the input of the evidence program for each sample of a request, int32 [1 + MAX_LISTED_IDS], or None.
 
     The first number is 1 for the model's own distribution and 0 for the sampled distribution before truncation, plus
-    WANTS_MASK; ids follow, padded with -1.
+    WANTS_MASK and WANTS_COLUMNS; ids follow, padded with -1.
     """
-    if not request.raw_logprobs and {OUTPUT_COLUMNS[name].source for name in columns} <= {"step"}:
+    evidence = {OUTPUT_COLUMNS[name].param for name in columns if OUTPUT_COLUMNS[name].source == "evidence"}
+    if not request.raw_logprobs and not evidence:
         return None
     ids, row = request.logprob_token_ids, np.full(1 + MAX_LISTED_IDS, -1, np.int32)
-    row[: 1 + len(ids)] = (request.raw_logprobs + WANTS_MASK * request.return_sampling_mask, *ids)
+    wants_columns = request.raw_logprobs or bool(evidence - {_MASK})
+    first = request.raw_logprobs + WANTS_MASK * request.return_sampling_mask + WANTS_COLUMNS * wants_columns
+    row[: 1 + len(ids)] = (first, *ids)
     return row
+
+
+def wants_mask(rows: Any) -> Any:
+    """Return True for each of the `evidence_row`s that requests a sampling mask, numpy or JAX; rows of -1 do not."""
+    return (rows[:, 0] >= 0) & (rows[:, 0] & WANTS_MASK > 0)
 
 
 def ragged(entries: Iterable[np.ndarray], dtype: type = np.int32) -> Ragged:

@@ -5,6 +5,7 @@ All packages share these types. Text, HTTP bodies and device arrays are defined 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ from rayserve_moe.requests.fields import (
 from rayserve_moe.requests.processor_arguments import ProcessorArgument
 from rayserve_moe.requests.reasoning_span import ThinkingLimit
 
+INDEX, GATES = "index", "gates"
+"""Names of parts of routing rows (`requests.row_parts`)."""
 ROW_START = "routed_experts_start_len"
 
 
@@ -163,6 +166,10 @@ class RequestedEvidence:
     """Return the states of the last layer: of all tokens (true), or of the last token (`last`)."""
     return_indexer_topk: bool = stated(False, FLAG)
     """Return the positions that the indexes of sparse attention choose."""
+    return_router_gates: bool = stated(False, FLAG)
+    """Return the weights of the routed experts."""
+    return_draft_tokens: bool = stated(False, FLAG, openai=None, vllm=None)
+    """Return which outputs were accepted drafts."""
     is_audited: bool = False
     """True if the routers' own choices and sketches are returned at all positions of the prompt."""
 
@@ -233,14 +240,24 @@ class RoutedExperts:
     """Ranges labelled with the source of their rows."""
     weight_version: tuple[tuple[int, int, str], ...] = ()
     """Ranges labelled with the version of the weights."""
-    index: np.ndarray | None = None
-    """Packed index rows (`replay.index_rows`) of the same positions, object [num_rows], None for a row that is not
-    known; None if they are not captured."""
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Captured parts of the rows by name (`requests.row_parts`), an entry per row."""
+
+    @property
+    def index(self) -> np.ndarray | None:
+        """Return packed index rows, or None if they are not captured."""
+        return self.parts.get(INDEX)
+
+    @property
+    def gates(self) -> np.ndarray | None:
+        """Return router gates, or None if they are not captured."""
+        return self.parts.get(GATES)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all rows."""
-        return self.rows.nbytes + (0 if self.index is None else sum(map(len, filter(None, self.index))))
+        """Return the bytes of all rows and parts."""
+        packed = 0 if self.index is None else sum(map(len, filter(None, self.index)))
+        return self.rows.nbytes + packed + (0 if self.gates is None else self.gates.nbytes)
 
 
 class RequestError(ValueError):
@@ -292,6 +309,20 @@ class IndexLayout:
 
 
 @dataclass(frozen=True)
+class GateScale:
+    """Computation of router gates, the weights of a token's experts: scores, normalisation, scale, factors."""
+
+    score: str
+    """Function of the router's logits: `softmax` or `sigmoid`."""
+    is_normalized: bool
+    """True if the scores of a token's experts are divided by their sum."""
+    scale: float
+    """Factor of all gates after that; 1 for none."""
+    has_expert_factors: bool = False
+    """True if each gate is then multiplied by a learned factor of its expert."""
+
+
+@dataclass(frozen=True)
 class ModelCard:
     """Properties of the served model for the layers above the engine."""
 
@@ -314,6 +345,8 @@ class ModelCard:
     """Form in which OpenAI's routes return routing if a request does not set it; `off` for none."""
     index: IndexLayout | None = None
     """Layout of index rows; None if the server does not return them."""
+    gates: GateScale | None = None
+    """Scale of router gates; None if the server does not return them."""
     hidden_size: int = 0
     """Length of a hidden state; 0 if hidden states do not leave the devices."""
     processors: tuple[tuple[ProcessorArgument, ...], ...] = ()

@@ -11,6 +11,7 @@ import numpy as np
 from rayserve_moe.requests.columns import Columns, PromptColumns, concat
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import RoutedExperts
+from rayserve_moe.requests.row_parts import joined_parts
 
 
 class DraftCounts(NamedTuple):
@@ -88,16 +89,7 @@ def joined_routing(pieces: Sequence[RoutedExperts | None]) -> RoutedExperts | No
         missing=joined_ranges(tuple(each for piece in several for each in piece.missing)),
         source=joined_ranges(tuple(each for piece in several for each in piece.source)),
         weight_version=joined_ranges(tuple(each for piece in several for each in piece.weight_version)),
-        index=_joined_index(several),
-    )
-
-
-def _joined_index(pieces: Sequence[RoutedExperts]) -> np.ndarray | None:
-    """Join index rows; the rows of a piece without any are not known."""
-    if all(piece.index is None for piece in pieces):
-        return None
-    return np.concatenate(
-        [np.full(len(piece.rows), None, object) if piece.index is None else piece.index for piece in pieces]
+        parts=joined_parts(several),
     )
 
 

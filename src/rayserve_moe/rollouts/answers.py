@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rayserve_moe.answers.native import MASK_COUNTS, MASK_IDS
 from rayserve_moe.replay.encoding import decode_rollout, routing_until
 from rayserve_moe.replay.encoding.description import described_layout
+from rayserve_moe.replay.encoding.gates import scale_in
 from rayserve_moe.replay.encoding.rollout import routing_of_rollout
-from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.columns import Ragged
+from rayserve_moe.requests.records import GateScale, IndexLayout, RoutedExperts, RoutingLayout
 from rayserve_moe.requests.results import joined_routing
-from rayserve_moe.rollouts.alignment.answers import with_index
+from rayserve_moe.rollouts.alignment.answers import with_gates_of, with_index
 from rayserve_moe.rollouts.schema import Rollout
 
 
@@ -45,6 +48,14 @@ class Unusable(Exception):
     """No request will be answered: the server rejects the key, or engines do not start."""
 
 
+class Layouts(NamedTuple):
+    """Layouts of the rows of samples; None for rows that they do not have."""
+
+    routing: RoutingLayout | None = None
+    index: IndexLayout | None = None
+    gates: GateScale | None = None
+
+
 @dataclass(frozen=True)
 class SampleRequest:
     """Samples of a prompt, all of them or a range, drawn under the same seed."""
@@ -62,8 +73,25 @@ class SampleRequest:
     returns_routing: bool = True
     returns_index: bool = False
     """Return index rows of sparse attention, beside routing."""
+    returns_gates: bool = False
+    """Return router gates, beside routing."""
+    returns_mask: bool = False
+    """Return the sampling mask of every output, and log-probs within it."""
+    returns_drafts: bool = False
+    """Return which outputs were accepted drafts."""
     rows_from: int = 0
     """First position of the routing; in later turns of a conversation the number of earlier tokens, minus 1."""
+
+    @property
+    def returned(self) -> dict[str, bool]:
+        """Return the fields of a request that select what is returned."""
+        return {
+            "return_routed_experts": self.returns_routing,
+            "return_indexer_topk": self.returns_index,
+            "return_router_gates": self.returns_gates,
+            "return_sampling_mask": self.returns_mask,
+            "return_draft_tokens": self.returns_drafts,
+        }
 
     @property
     def all_sampling(self) -> dict[str, Any]:
@@ -100,7 +128,7 @@ def rollout_of(
     *,
     index: int,
     routing: RoutedExperts | None,
-    layouts: tuple[RoutingLayout | None, IndexLayout | None],
+    layouts: Layouts,
     started_at: float,
 ) -> Rollout:
     """Build a sample from its native answer and its routing from `rows_from` on; `layouts` are of routing and index.
@@ -129,12 +157,36 @@ def rollout_of(
         text=str(answer["text"]),
         finish_reason=str(meta["finish_reason"]["type"]),
         routing=routing,
-        layout=None if routing is None else layouts[0],
-        index_layout=None if routing is None or routing.index is None else layouts[1],
+        layout=None if routing is None else layouts.routing,
+        index_layout=None if routing is None or routing.index is None else layouts.index,
+        gate_scale=None if routing is None or routing.gates is None else layouts.gates,
+        sampling_mask=_mask_of(answer, count=len(output_ids)),
+        sampling_logprobs=_per_output(meta, "output_token_sampling_logprobs", np.float32, len(output_ids)),
+        drafted=_per_output(meta, "output_token_drafted", np.bool_, len(output_ids)),
         num_cached_tokens=int(meta["cached_tokens"]),
         started_at=started_at,
         elapsed_s=float(meta["e2e_latency"]),
     )
+
+
+def _mask_of(answer: Mapping[str, Any], *, count: int) -> Ragged | None:
+    """Return the sampling masks in the arrays of a container, None without any. Raises ValueError if they differ."""
+    lengths, ids = answer.get(MASK_COUNTS), answer.get(MASK_IDS)
+    if lengths is None or ids is None:
+        return None
+    if lengths.shape != (count,) or (lengths < 1).any() or ids.shape != (int(lengths.sum()),):
+        raise ValueError("not every token has a sampling mask")
+    return Ragged(lengths, ids)
+
+
+def _per_output(meta: Mapping[str, Any], name: str, dtype: type, count: int) -> np.ndarray | None:
+    """Return a value per output token, None without any. Raises ValueError for another number of values."""
+    if name not in meta:
+        return None
+    values = np.asarray(meta[name], dtype)
+    if values.shape != (count,):
+        raise ValueError(f"not every token has a value of {name}")
+    return values
 
 
 def _rollouts_of(
@@ -144,16 +196,19 @@ def _rollouts_of(
     routings, layout = _routings(answers, rows, request) if request.returns_routing else ([None] * len(answers), None)
     found = []
     for index, (answer, routing) in enumerate(zip(answers, routings, strict=True)):
-        index_layout = None
+        layouts = Layouts(layout)
         if routing is not None and request.returns_index:
             routing, index_layout = with_index(routing, answer)
+            layouts = layouts._replace(index=index_layout)
+        if routing is not None and routing.gates is not None:
+            layouts = layouts._replace(gates=scale_in(answer["meta_info"]["router_gates_info"]))
         found.append(
             rollout_of(
                 answer,
                 request,
                 index=index,
                 routing=routing,
-                layouts=(layout, index_layout),
+                layouts=layouts,
                 started_at=started_at,
             )
         )
@@ -168,8 +223,8 @@ def _routings(
     layouts = [described_layout(description) for description in descriptions if description is not None]
     layout = layouts[0] if layouts else None
     routings = [
-        None if description is None else routing_of_rollout(each, description, layout=layout)
-        for each, description in zip(rows, descriptions, strict=True)
+        None if description is None else with_gates_of(routing_of_rollout(each, description, layout=layout), answer)[0]
+        for each, description, answer in zip(rows, descriptions, answers, strict=True)
     ]
     return [_whole(routing, routings, request) for routing in routings], layout
 

@@ -151,6 +151,9 @@ def _job_settings(options: argparse.Namespace) -> JobSettings:
         sampling={**basic, **check_sampling(json.loads(options.sampling))},
         returns_routing=not options.no_routing,
         returns_index=options.index_rows,
+        returns_gates=options.gates,
+        returns_mask=options.masks,
+        returns_drafts=options.drafts,
         weight_version=None if options.weight_version == ANY_VERSION else options.weight_version,
         retries_failed=options.retry_errors,
         in_flight=options.in_flight,
@@ -166,6 +169,8 @@ def _suited(settings: JobSettings, options: argparse.Namespace, *, facts: dict[s
         raise ValueError("routing is not captured: set enable_return_routed_experts: true, or pass --no-routing")
     if settings.returns_index and not facts.get("enable_return_indexer_topk"):
         raise ValueError("index rows are not captured: set enable_return_indexer_topk: true, for sparse attention")
+    if settings.returns_gates and not facts.get("enable_return_router_gates"):
+        raise ValueError("router gates are not captured: set enable_return_router_gates: true")
     wanted, served = settings.weight_version, str(facts.get("weight_version"))
     if wanted not in (None, served):
         raise Unusable(f"the server has weight version {served}, but {wanted} is required")
@@ -176,8 +181,14 @@ def _suited(settings: JobSettings, options: argparse.Namespace, *, facts: dict[s
 def _binding(settings: JobSettings, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that all samples of a directory depend on."""
     named = {"model": str(facts.get("served_model_name")), "seed": settings.seed, "sampling": settings.sampling}
-    index = {"index_rows": True} if settings.returns_index else {}  # older directories have no such fact
-    return {**named, "routing": settings.returns_routing, **index}
+    parts = {
+        "index_rows": settings.returns_index,
+        "gates": settings.returns_gates,
+        "masks": settings.returns_mask,
+        "drafts": settings.returns_drafts,
+    }
+    # Older directories have no such facts.
+    return {**named, "routing": settings.returns_routing, **{name: True for name, is_on in parts.items() if is_on}}
 
 
 def _tokenizer(directory: Path | None, facts: dict[str, Any]) -> Tokenizer | None:

@@ -76,12 +76,12 @@ class RolloutClient:
     async def generate_many(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
         """Sample prompts with a single call; return the samples of each, once all are complete.
 
-        Raises ValueError if the requests need different parts of the routing.
+        Raises ValueError if the requests need different parts.
         """
-        started_at, wanted = time.time(), {_routing_wanted(request) for request in requests}
+        started_at, wanted = time.time(), {_wanted(request) for request in requests}
         if len(wanted) != 1:
-            raise ValueError("all prompts of a call must return routing from the same position, or none of them")
-        returns_routing, returns_index, rows_from = wanted.pop()
+            raise ValueError("all prompts of a call must return the same parts, from the same position")
+        (fields,) = wanted
         prompts = [[int(token_id) for token_id in request.prompt_ids] for request in requests]
         samplings = [request.all_sampling for request in requests]
         is_one = len(requests) == 1
@@ -89,10 +89,8 @@ class RolloutClient:
             "input_ids": prompts[0] if is_one else prompts,
             "sampling_params": samplings[0] if is_one else samplings,
             "return_logprob": True,
-            "return_routed_experts": returns_routing,
-            "return_indexer_topk": returns_index,
             "indexer_topk_format": "packed",
-            "routed_experts_start_len": rows_from,
+            **dict(fields),
         }
         raw = await self._ask_to_the_end({**body, "rid": uuid.uuid4().hex})
         return rollouts_in(raw, requests, started_at=started_at)
@@ -336,9 +334,9 @@ class BlockingRolloutClient:
         self._run(self._client.flush())
 
     async def _gathered(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
-        calls: dict[tuple[bool, bool, int, int], list[int]] = {}
+        calls: dict[tuple[Any, int], list[int]] = {}
         for place, request in enumerate(requests):
-            calls.setdefault((*_routing_wanted(request), place // CALL_PROMPTS), []).append(place)
+            calls.setdefault((_wanted(request), place // CALL_PROMPTS), []).append(place)
         of_calls = [[requests[place] for place in places] for places in calls.values()]
         answers = await asyncio.gather(*map(self._client.generate_many, of_calls))
         places = [place for of_call in calls.values() for place in of_call]
@@ -349,8 +347,9 @@ class BlockingRolloutClient:
         return self._runner.run(call)
 
 
-def _routing_wanted(request: SampleRequest) -> tuple[bool, bool, int]:
-    return request.returns_routing, request.returns_index, request.rows_from
+def _wanted(request: SampleRequest) -> tuple[tuple[str, int], ...]:
+    """Return the fields that all prompts of a call share."""
+    return (*request.returned.items(), ("routed_experts_start_len", request.rows_from))
 
 
 def _failure_of(status: int, raw: bytes, retry_after: str) -> Exception:

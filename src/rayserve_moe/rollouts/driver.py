@@ -124,6 +124,9 @@ class Driver:
                     count,
                     returns_routing=self._settings.returns_routing,
                     returns_index=self._settings.returns_index,
+                    returns_gates=self._settings.returns_gates,
+                    returns_mask=self._settings.returns_mask,
+                    returns_drafts=self._settings.returns_drafts,
                 )
                 answered = [each for each in await self._answer(request) if each.finish_reason != "abort"]
                 rollouts = [dataclasses.replace(each, prompt_fields=row.others) for each in answered]

@@ -27,6 +27,9 @@ class JobSettings:
     sampling: dict[str, Any] = field(default_factory=dict)
     returns_routing: bool = True
     returns_index: bool = False
+    returns_gates: bool = False
+    returns_mask: bool = False
+    returns_drafts: bool = False
     weight_version: str | None = None
     """Weight version that samples must have; None: any."""
     retries_failed: bool = False
@@ -65,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sampling", default="{}", help="further sampling parameters, as a JSON object; rows override them")
     add("--no-routing", action="store_true", help="leave routed experts out")
     add("--index-rows", action="store_true", help="add index rows of sparse attention")
+    add("--gates", action="store_true", help="add router gates, the weights of the routed experts")
+    add("--masks", action="store_true", help="add sampling masks, and log-probs within them")
+    add("--drafts", action="store_true", help="add which outputs were accepted drafts")
     add("--weight-version", default=ANY_VERSION, help="count and keep only samples of these weights")
     add("--retry-errors", action="store_true", help="retry prompts that an earlier run gave up")
     add("--resample-damaged", action="store_true", help="set damaged shards aside and sample their prompts again")
@@ -98,8 +104,8 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be greater than 0")
     if min(options.in_flight, options.replicas, options.place_experts) < 0:
         raise ValueError("--in-flight, --replicas and --place-experts must not be negative")
-    if options.index_rows and options.no_routing:
-        raise ValueError("--index-rows and --no-routing exclude each other")
+    if (options.index_rows or options.gates) and options.no_routing:
+        raise ValueError("--no-routing excludes --index-rows and --gates")
     if options.place_experts and (not options.url or options.no_routing):
         raise ValueError("--place-experts needs a server by --url, and routing")
     try:

@@ -15,9 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayserve_moe.replay.encoding.description import checksum
+from rayserve_moe.replay.encoding.gates import DTYPE
 from rayserve_moe.replay.encoding.index import over_sparse_layers
 from rayserve_moe.replay.index_rows import unpacked_rows
-from rayserve_moe.requests.records import IndexLayout, RoutedExperts
+from rayserve_moe.requests.columns import Ragged
+from rayserve_moe.requests.records import GATES, INDEX, GateScale, IndexLayout, RoutedExperts
+from rayserve_moe.requests.row_parts import are_known
 from rayserve_moe.rollouts.schema import SCHEMA
 from rayserve_moe.rollouts.shards import ROLLOUTS, ShardError, altered_shards, damaged_shards, shard_files
 
@@ -99,6 +102,24 @@ class Rollouts:
         return list(_list_views(self.table["logprobs"]))
 
     @cached_property
+    def sampling_logprobs(self) -> list[np.ndarray | None]:
+        """float32 [output tokens] each: log-probs among the ids of the sampling masks; None without masks."""
+        return _optional(self.table["sampling_logprobs"])
+
+    @cached_property
+    def drafted(self) -> list[np.ndarray | None]:
+        """bool [output tokens] each: True for accepted drafts; None if they were not requested."""
+        return _optional(self.table["drafted"])
+
+    def sampling_mask(self, sample: int) -> Ragged | None:
+        """Return the ids that each output of a sample could have had, int32; None without masks."""
+        values = self.table["sampling_mask"][sample].values
+        if values is None:
+            return None
+        offsets = values.offsets.to_numpy()
+        return Ragged(np.diff(offsets), values.values.to_numpy()[offsets[0] : offsets[-1]])
+
+    @cached_property
     def routing(self) -> list[np.ndarray | None]:
         """Expert ids, uint8 or uint16 [prompt + output tokens - 1, MoE layers, k] each; None without routing.
 
@@ -123,7 +144,7 @@ class Rollouts:
         return [_ranges(entries) for entries in self.table["routing_weight_version"].to_pylist()]
 
     def routed_experts(self, sample: int) -> RoutedExperts | None:
-        """Return a sample's routing with its index rows, if any, after verifying their checksums.
+        """Return a sample's routing with its index rows and gates, if any, after verifying their checksums.
 
         Raises: ValueError if rows were altered.
         """
@@ -134,8 +155,30 @@ class Rollouts:
         crc32, missing, source, version = (self.table[name][sample].as_py() for name in names)
         if crc32 is not None and checksum(rows) != crc32:
             raise ValueError(f"sample {sample}: rows of routing were altered")
-        index = self._packed_index(sample)
-        return RoutedExperts(rows, 0, _ranges(missing), _ranges(source), _ranges(version), index)
+        found = {INDEX: self._packed_index(sample), GATES: self._gates(sample, rows.shape)}
+        parts = {name: values for name, values in found.items() if values is not None}
+        return RoutedExperts(rows, 0, _ranges(missing), _ranges(source), _ranges(version), parts)
+
+    def router_gates(self, sample: int) -> np.ndarray | None:
+        """Return a sample's gates, float32 [N, MoE layers, k] in the order of rows; None without any.
+
+        Raises: ValueError if gates were altered, or are missing.
+        """
+        rows = self.routing[sample]
+        gates = None if rows is None else self._gates(sample, rows.shape)
+        if gates is not None and not (is_known := are_known(gates)).all():
+            raise ValueError(f"sample {sample}: gates of {np.count_nonzero(~is_known)} rows are missing")
+        return gates
+
+    def _gates(self, sample: int, shape: tuple[int, ...]) -> np.ndarray | None:
+        if "gates" not in self.table.column_names:
+            return None
+        raw, crc32 = (self.table[name][sample].as_py() for name in ("gates", "gates_crc32"))
+        if raw is None:
+            return None
+        if zlib.crc32(raw) != crc32:
+            raise ValueError(f"sample {sample}: gates were altered")
+        return np.frombuffer(raw, DTYPE).reshape(shape)
 
     def index_rows(self, sample: int) -> np.ndarray | None:
         """Return a sample's index rows [N, layers with sparse attention, top_k]; None without any.
@@ -172,6 +215,18 @@ def index_layout_of(rollouts: Rollouts, sample: int) -> IndexLayout | None:
     names = ("index_layer_ids", "sparse_layer_ids", "index_top_k", "index_block_size")
     own, sparse, top_k, size = (rollouts.table[name][sample].as_py() for name in names)
     return None if top_k is None else IndexLayout(tuple(own), tuple(sparse), top_k, block_size=size)
+
+
+def gate_scale_of(rollouts: Rollouts, sample: int) -> GateScale | None:
+    """Return the scale of a sample's gates; None without any."""
+    names = ("gates_score", "gates_normalized", "gates_scale", "gates_expert_factors")
+    score, is_normalized, scale, has_factors = (rollouts.table[name][sample].as_py() for name in names)
+    return None if score is None else GateScale(score, is_normalized, scale, has_factors)
+
+
+def _optional(column: pa.ChunkedArray) -> list[np.ndarray | None]:
+    each = (entry.values for entry in column)
+    return [None if values is None else values.to_numpy(zero_copy_only=False) for values in each]
 
 
 def _list_views(column: pa.ChunkedArray) -> Iterator[np.ndarray]:

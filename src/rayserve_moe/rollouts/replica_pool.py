@@ -29,8 +29,9 @@ from rayserve_moe.inprocess.running import RunningRequest
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.requests.builder import build_request, read_given
 from rayserve_moe.requests.fields import SGLANG
-from rayserve_moe.requests.records import GenerationRequest, RequestError
-from rayserve_moe.rollouts.answers import Faulty, Refused, SampleRequest, Unavailable, Unusable, rollout_of
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
+from rayserve_moe.requests.results import ChoiceResult
+from rayserve_moe.rollouts.answers import Faulty, Layouts, Refused, SampleRequest, Unavailable, Unusable, rollout_of
 from rayserve_moe.rollouts.schema import Rollout
 
 log = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ class LocalReplica:
             "weight_version": card.weight_version,
             "enable_return_routed_experts": card.returns_routing,
             "enable_return_indexer_topk": card.index is not None,
+            "enable_return_router_gates": card.gates is not None,
             "max_running": rows,
         }
 
@@ -216,14 +218,13 @@ class LocalReplica:
             if result.finish is not None and result.finish.kind == "error":
                 loop.check_health()
                 raise Faulty(result.finish.message or "the model failed on this request")
-        generation, elapsed_s = running.request, running.elapsed_s
         return [
             rollout_of(
-                native_answer(generation, result, card=loop.card, e2e_latency_s=elapsed_s, return_logprob=True),
+                _answer_of(running, result, card=loop.card),
                 request,
                 index=index,
                 routing=result.routing,
-                layouts=(loop.card.routing, loop.card.index),
+                layouts=Layouts(loop.card.routing, loop.card.index, loop.card.gates),
                 started_at=started_at,
             )
             for index, result in enumerate(running.results)
@@ -233,12 +234,17 @@ class LocalReplica:
         """Return the engine's request for the same samples."""
         assert self._engine is not None, "start comes first"
         prompt_ids, card = np.asarray(request.prompt_ids, np.int32), self._engine.loop.card
-        given = {
-            **read_given(request.all_sampling),
-            "return_routed_experts": request.returns_routing,
-            "return_indexer_topk": request.returns_index,
-        }
+        given = {**read_given(request.all_sampling), **request.returned}
         return build_request(prompt_ids, given, dialect=SGLANG, card=card)
+
+
+def _answer_of(running: RunningRequest, result: ChoiceResult, *, card: ModelCard) -> dict[str, Any]:
+    """Return the native answer of a choice, with its arrays as fields."""
+    arrays: dict[str, np.ndarray] = {}
+    answer = native_answer(
+        running.request, result, card=card, e2e_latency_s=running.elapsed_s, return_logprob=True, arrays=arrays
+    )
+    return answer | arrays
 
 
 class ReplicaProcess(LocalReplica):

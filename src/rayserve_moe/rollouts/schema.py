@@ -12,8 +12,12 @@ import numpy as np
 import pyarrow as pa
 
 from rayserve_moe.replay.encoding.description import checksum
+from rayserve_moe.replay.encoding.gates import DTYPE, gates_of
+from rayserve_moe.replay.encoding.gates import checksum as gates_checksum
 from rayserve_moe.replay.encoding.index import index_rows_of, known_index, over_sparse_layers
-from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.columns import Ragged
+from rayserve_moe.requests.records import GateScale, IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.row_parts import are_known
 
 _LABELLED = pa.list_(pa.struct([("first", pa.int32()), ("last", pa.int32()), ("label", pa.string())]))
 _RANGES = pa.list_(pa.struct([("first", pa.int32()), ("last", pa.int32())]))
@@ -32,6 +36,9 @@ SCHEMA = pa.schema(
         pa.field("logprob_weight_version", _LABELLED, nullable=False),  # by position; the prompt's first token is 0
         pa.field("text", pa.string(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("sampling_mask", pa.list_(pa.list_(pa.int32()))),  # ids that each output could have had
+        pa.field("sampling_logprobs", pa.list_(pa.float32())),  # of outputs, among these ids
+        pa.field("drafted", pa.list_(pa.bool_())),  # true for outputs that were accepted drafts
         # Rows of routing, one per token but the last, C order, little-endian; all null without routing.
         pa.field("routing", pa.large_binary()),
         pa.field("routing_shape", pa.list_(pa.int32())),  # [rows, MoE layers, k]
@@ -42,6 +49,13 @@ SCHEMA = pa.schema(
         pa.field("routing_weight_version", _LABELLED),
         pa.field("layer_ids", pa.list_(pa.int32())),
         pa.field("num_experts", pa.int32()),
+        # Router gates, float32 per id of `routing`, C order, little-endian, NaN for missing rows; all null without.
+        pa.field("gates", pa.large_binary()),
+        pa.field("gates_crc32", pa.uint32()),
+        pa.field("gates_score", pa.string()),  # softmax or sigmoid
+        pa.field("gates_normalized", pa.bool_()),  # divided by their sum
+        pa.field("gates_scale", pa.float32()),  # factor of all gates after that
+        pa.field("gates_expert_factors", pa.bool_()),  # multiplied by learned factors of the experts after that
         # Packed index rows of sparse attention (`replay.index_rows`), one per row of routing; all null without them.
         pa.field("index_rows", pa.large_binary()),
         pa.field("index_row_bytes", pa.list_(pa.int32())),  # of each row, 0 for a missing row
@@ -69,7 +83,7 @@ ERRORS_SCHEMA = pa.schema(
 )
 """A row per prompt that was given up."""
 
-UNCOMPRESSED = ("routing", "index_rows", "logprobs")
+UNCOMPRESSED = ("routing", "gates", "index_rows", "logprobs")
 """Columns that hardly compress."""
 
 
@@ -97,6 +111,14 @@ class Rollout:
     """None without routing."""
     index_layout: IndexLayout | None = None
     """None without index rows."""
+    gate_scale: GateScale | None = None
+    """Scale of router gates; None without gates."""
+    sampling_mask: Ragged | None = None
+    """Ids that each output could have had, int32; None unless requested."""
+    sampling_logprobs: np.ndarray | None = None
+    """float32: log-probs of outputs among these ids; None unless requested."""
+    drafted: np.ndarray | None = None
+    """bool: True for outputs that were accepted drafts; None unless requested."""
     num_cached_tokens: int = 0
     started_at: float = 0.0
     """Seconds since 1970."""
@@ -116,6 +138,14 @@ class Rollout:
             return None
         rows, known = index_rows_of(self.routing, self.index_layout)
         return over_sparse_layers(rows, self.index_layout) if known.all() else None
+
+    @property
+    def router_gates(self) -> np.ndarray | None:
+        """Return gates [N, MoE layers, k] in the order of rows; None without any, or if one is missing."""
+        if self.routing is None or self.gate_scale is None:
+            return None
+        gates = gates_of(self.routing)
+        return gates if are_known(gates).all() else None
 
     @property
     def num_bytes(self) -> int:
@@ -151,10 +181,18 @@ def failure_table(failures: Sequence[Failure]) -> pa.Table:
 
 def _row(rollout: Rollout) -> dict[str, Any]:
     names = ("prompt_id", "sample_index", "weight_version", "seed", "text", "finish_reason")
-    others = ("prompt_ids", "output_ids", "logprobs", "num_cached_tokens", "elapsed_s", "prompt_fields")
+    others = ("prompt_ids", "output_ids", "logprobs", "sampling_logprobs", "drafted")
+    others += ("num_cached_tokens", "elapsed_s", "prompt_fields")
     row = {name: getattr(rollout, name) for name in names + others}
+    row["sampling_mask"] = None if rollout.sampling_mask is None else rollout.sampling_mask.entries()
     row["logprob_weight_version"] = _labelled(rollout.logprob_versions)
-    return {**row, "started_at": _moment(rollout.started_at), **_routing_columns(rollout), **_index_columns(rollout)}
+    return {
+        **row,
+        "started_at": _moment(rollout.started_at),
+        **_routing_columns(rollout),
+        **_gate_columns(rollout),
+        **_index_columns(rollout),
+    }
 
 
 def _routing_columns(rollout: Rollout) -> dict[str, Any]:
@@ -173,6 +211,21 @@ def _routing_columns(rollout: Rollout) -> dict[str, Any]:
         "routing_weight_version": _labelled(routing.weight_version),
         "layer_ids": list(layout.layer_ids),
         "num_experts": layout.num_experts,
+    }
+
+
+def _gate_columns(rollout: Rollout) -> dict[str, Any]:
+    routing, scale = rollout.routing, rollout.gate_scale
+    if routing is None or scale is None:
+        return {field.name: None for field in SCHEMA if field.name.startswith("gates")}
+    gates = np.ascontiguousarray(gates_of(routing), DTYPE)
+    return {
+        "gates": gates.reshape(-1).view(np.uint8).data,
+        "gates_crc32": gates_checksum(gates),
+        "gates_score": scale.score,
+        "gates_normalized": scale.is_normalized,
+        "gates_scale": scale.scale,
+        "gates_expert_factors": scale.has_expert_factors,
     }
 
 

@@ -225,8 +225,8 @@ class RankStep:
         if is_last:
             self.completed.append((sequence, int(table.generations[row])))
         table.num_computed[row] = stop
-        if run.demand is not None and run.demand.forced_index is not None:
-            self._choices_left -= len(run.demand.forced_index)
+        if run.demand is not None and run.demand.forced is not None and run.demand.forced.index is not None:
+            self._choices_left -= len(run.demand.forced.rows)
         if length > 1 or chunk_demand(sequence, start, stop=start + 1) is not None:
             self._budget -= -(-length // PREFILL_BLOCK_TOKENS) * PREFILL_BLOCK_TOKENS
 

@@ -38,8 +38,8 @@ class KnownRows(NamedTuple):
     """Weight version, int32 [N]; a number of the routing capture."""
     kinds: np.ndarray
     """Source of the row, int8 [N]; a number of the routing capture."""
-    index: np.ndarray
-    """Packed index rows, object [N]; None for a row that is not known."""
+    parts: dict[str, np.ndarray]
+    """Parts of the rows by name (`requests.row_parts`)."""
 
     @property
     def end(self) -> int:

@@ -138,6 +138,8 @@ class BlockWork:
     """Experts of each of the tokens in place of the router's choice, [N, MoE layers, k]."""
     forced_index: Ragged | None = None
     """Packed index rows of each of the tokens in place of the index's choice, uint8; empty for none."""
+    forced_gates: np.ndarray | None = None
+    """Weights of these experts, float32 like `forced_rows`, NaN for none; None without forced weights."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +250,8 @@ class StepResult:
     """int32; 0 for logits that were not finite."""
     routing: np.ndarray | None = None
     """Routing rows of all tokens of the plan, [tokens, MoE layers, k], if requested."""
-    index: Ragged | None = None
-    """Packed index rows of all tokens of the plan (`replay.index_rows`), uint8, with routing rows."""
+    row_parts: Columns = field(default_factory=dict)
+    """Captured parts of the routing rows (`requests.row_parts`), an entry per token; packed index rows are uint8."""
     pack_s: float = 0.0
     device_s: float = 0.0
     """Seconds that the host of rank 0 spent packing the step and waiting for the devices."""

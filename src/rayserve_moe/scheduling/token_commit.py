@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rayserve_moe.requests.columns import Columns, Ragged, as_array, take
+from rayserve_moe.requests.columns import DRAFTED, Columns, Ragged, as_array, take
 from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
@@ -35,6 +35,8 @@ def commit_tokens(
     """
     rows, ids, logprobs = schedule.sampling_rows, result.token_ids, result.logprobs
     ranks, columns = result.ranks, result.columns
+    if DRAFTED in schedule.plan.columns:
+        columns = {**columns, DRAFTED: _drafted(schedule, ids)}
     endings: list[tuple[int, FinishReason]] = []
     kept = np.ones(len(rows), np.bool_)
     all_finite = np.count_nonzero(ranks) == len(rows)
@@ -67,6 +69,15 @@ def commit_tokens(
         reason = FinishReason("stop", matched=int(ids[i])) if is_stop else LENGTH
         endings.append((int(rows[i]), reason))
     return rows, endings
+
+
+def _drafted(schedule: Schedule, ids: np.ndarray) -> np.ndarray:
+    """Return 1 for each sample that equals the draft after it, which is a chunk of the same row; int8 [S]."""
+    chunks, drafted = schedule.plan.chunks, np.zeros(len(ids), np.int8)
+    sampling = np.flatnonzero(chunks.samples)
+    rows, last = chunks.rows[sampling], np.cumsum(chunks.lengths)[sampling] - 1
+    drafted[:-1] = (rows[1:] == rows[:-1]) & (chunks.token_ids[last][1:] == ids[:-1])
+    return drafted
 
 
 def _places_in_runs(rows: np.ndarray) -> np.ndarray:

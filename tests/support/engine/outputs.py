@@ -94,6 +94,7 @@ def assert_same(
         assert actual.routing is not None and actual.routing.missing == ()
         if index:
             assert_same_index(actual.routing, expected.routing)
+        assert_same_gates(actual.routing, expected.routing, tolerance=tolerance)
 
 
 def assert_same_index(actual: RoutedExperts, expected: RoutedExperts | None) -> None:
@@ -101,6 +102,13 @@ def assert_same_index(actual: RoutedExperts, expected: RoutedExperts | None) -> 
     if actual.index is not None and expected is not None and expected.index is not None:
         assert all(row is not None for row in actual.index)
         np.testing.assert_array_equal(actual.index, expected.index)
+
+
+def assert_same_gates(actual: RoutedExperts, expected: RoutedExperts | None, *, tolerance: float) -> None:
+    """Assert that experts have the same weights, where both have captured them, and that all are known."""
+    if actual.gates is not None and expected is not None and expected.gates is not None:
+        assert not np.isnan(actual.gates).any()
+        np.testing.assert_allclose(actual.gates, expected.gates, rtol=0, atol=tolerance)
 
 
 def assert_known_rows_agree(actual: Outcome, expected: Outcome) -> None:
@@ -159,3 +167,5 @@ def assert_identical(actual: Outcomes, expected: Outcomes, *, routing: bool = Tr
     assert_all_same(actual, expected, routing=routing, index=index)
     for key, outcome in actual.items():
         np.testing.assert_array_equal(outcome.logprobs, expected[key].logprobs)
+        if routing and outcome.routing is not None:
+            assert_same_gates(outcome.routing, expected[key].routing, tolerance=0.0)

@@ -15,6 +15,7 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.step.function import step_logits
 from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.model.model_config import Captures
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
@@ -40,6 +41,8 @@ class PromptOutputs(NamedTuple):
     logits_TV: np.ndarray
     ids_MTK: np.ndarray
     """Experts of each layer that routes."""
+    gates_MTK: np.ndarray
+    """Weights of these experts."""
     chosen_ITK: np.ndarray | None
     """Positions that each token sees, of each layer with an index (`sparse_latent.CHOSEN`)."""
 
@@ -74,9 +77,14 @@ def prompt_outputs_of(
     def all_logits(weights: ModelWeights, batch: TokenBatch) -> tuple[jax.Array | None, ...]:
         everywhere, empty = jnp.arange(shape.num_tokens), jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), pools)
         out, logits_TV = step_logits(
-            weights, empty, batch=batch, sample_places_S=everywhere, config=config, captures=True
+            weights,
+            empty,
+            batch=batch,
+            sample_places_S=everywhere,
+            config=config,
+            captures=Captures(index=True, gates=True),
         )
-        return logits_TV, out.topk_ids_MTK, out.chosen_ITK
+        return logits_TV, out.topk_ids_MTK, out.gates_MTK, out.chosen_ITK
 
     parts = PartitionSpec()
     sharded = jax.shard_map(all_logits, mesh=runner.config.plan.mesh, in_specs=parts, out_specs=parts, check_vma=False)
@@ -97,8 +105,8 @@ def prompt_outputs_of(
         # One row, whose own entry is 1, begins at the entry of zeros.
         rows, entries = np.zeros(num_blocks, np.int32), np.tile(np.array([[1, 0, 0]], np.int32), (num_blocks, 1))
         batch = TokenBatch(ids, positions, slots, page_table, num_singles=0, rows_B=rows, entries_B3=entries)
-        logits_TV, ids_MTK, chosen_ITK = compiled(weights, batch)
-        chosen = None if chosen_ITK is None else np.asarray(chosen_ITK)[:, :count]
-        return PromptOutputs(np.asarray(logits_TV)[:count], np.asarray(ids_MTK)[:, :count], chosen)
+        logits_TV, *of_layers = compiled(weights, batch)
+        routed = (None if each is None else np.asarray(each)[:, :count] for each in of_layers)
+        return PromptOutputs(np.asarray(logits_TV)[:count], *routed)
 
     return of

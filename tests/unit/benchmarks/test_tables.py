@@ -167,6 +167,10 @@ def every_section() -> dict:
             "num_conversations": 8, "num_turns": 100, "turn_tokens": 32,
             "runs": {side: [{"seconds": 2.0 if side == "whole" else 1.0}] for side in ("off", "delta", "whole")},
         },
+        "decisions": {
+            "num_prompts": 16, "prompt_len": 64, "num_new_tokens": 128,
+            "runs": {"rows": [{"seconds": 1.0}], "gates_masks": [{"seconds": 1.25}]},
+        },
         "routing_wire": {
             "rows": [1, 1, 1], "num_experts": 2, "overlap": {"skewed": 0.25}, "gather_ms": {"8192": [0.75]},
             "dialects": {"sglang": wire, "packed": wire | {"bytes": {"skewed": 1}}},
@@ -412,6 +416,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("router_time", "0.50"),
         ("http", "0.80 (0.80-0.80)"),
         ("delta_turns", "0.50 (0.50-0.50)"),
+        ("decisions", "0.80 (0.80-0.80)"),
         ("routing_wire", "1 (0.250)"),
         ("exchange_bytes", "0.875"),
         ("step_transports", "250 (250-250)"),

@@ -55,6 +55,7 @@ RESULT = StepResult(
     INTS / np.float32(2),
     INTS,
     np.arange(24, dtype=np.uint8).reshape(6, 2, 2).transpose(0, 2, 1),
+    {"gates": np.ones((6, 2, 2), np.float32)},
     pack_s=0.1,
     device_s=0.2,
     columns=TOP | {"mask_ids": Ragged(INTS[:3], INTS)},

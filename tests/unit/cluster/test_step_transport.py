@@ -35,7 +35,7 @@ WHOLE = StepResult(
     tally=np.arange(4, dtype=np.int64),
     failed_fetch=FailedFetch(1, 2),
     drafts=np.arange(8, dtype=np.int32).reshape(4, 2),
-    index=Ragged(np.array([2, 0, 1, 1], np.int32), np.arange(4, dtype=np.uint8)),
+    row_parts={"index": Ragged(np.array([2, 0, 1, 1], np.int32), np.arange(4, dtype=np.uint8))},
 )
 
 

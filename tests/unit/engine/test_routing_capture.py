@@ -9,7 +9,7 @@ from rayserve_moe.engine.extension import RenamedWeights
 from rayserve_moe.engine.loop import cycle_with
 from rayserve_moe.engine.routing.capture import RoutingCapture
 from rayserve_moe.replay.routing_store import RoutingStore
-from rayserve_moe.requests.records import RoutedExperts
+from rayserve_moe.requests.records import ModelCard, RoutedExperts
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
 from tests.support.devices.counting_executor import ROUTING, CountingExecutor
@@ -17,6 +17,8 @@ from tests.support.engine.schedulers import ABORT, choices, one, scheduler
 
 NUM_PAGES = 64
 PAGE_SIZE = 4
+
+CARD = ModelCard("", 64, 64, (), ROUTING, returns_routing=True, weight_version="v")
 
 
 class Captured:
@@ -26,9 +28,7 @@ class Captured:
         target = scheduler(
             **{"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "num_data_ranks": num_data_ranks, **limits}
         )
-        self.capture = RoutingCapture(
-            ROUTING, target.table, num_pages=NUM_PAGES, num_data_ranks=num_data_ranks, weight_version="v"
-        )
+        self.capture = RoutingCapture(CARD, target.table, num_pages=NUM_PAGES, num_data_ranks=num_data_ranks)
         self.executor = CountingExecutor()
         self.cycle = cycle_with(target, self.executor, capture=self.capture, overlaps=overlaps)
         self.scheduler = target

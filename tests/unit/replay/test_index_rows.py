@@ -53,23 +53,23 @@ def test_a_byte_holds_a_position_and_none_those_without_gaps():
 
 def test_a_store_drops_the_oldest_rows_beyond_its_size():
     store, slots = IndexStore(max_bytes=10), np.arange(4)
-    store.write(slots, [b"four", b"four", None, b"2."])
+    store.write(slots, np.array([b"four", b"four", None, b"2."], object))
     assert store.num_bytes == 10 and store.read(slots).tolist() == [b"four", b"four", None, b"2."]
-    store.write(np.array([0]), [b"new"])  # the newest now
-    store.write(np.array([2]), [b"a"])
+    store.write(np.array([0]), np.array([b"new"], object))  # the newest now
+    store.write(np.array([2]), np.array([b"a"], object))
     assert store.num_bytes == 10
-    store.write(np.array([9]), [b"b"])
+    store.write(np.array([9]), np.array([b"b"], object))
     assert store.read(np.arange(10)).tolist() == [b"new", None, b"a", b"2.", *[None] * 5, b"b"]
 
 
 def test_a_row_of_another_stamp_is_missing_and_so_is_one_without_an_index():
     layout = RoutingLayout(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
-    store, slots = RoutingStore(layout, num_slots=8, max_index_bytes=100), np.array([3, 5])
+    store, slots = RoutingStore(layout, num_slots=8, parts={"index": IndexStore(max_bytes=100)}), np.array([3, 5])
     rows = np.zeros((2, 2, 2), np.uint8)
-    store.write(slots, np.array([1, 1]), rows=rows, index=[b"one", b"two"])
-    assert store.index(slots, np.array([True, False])).tolist() == [b"one", None]
+    store.write(slots, np.array([1, 1]), rows=rows, parts={"index": np.array([b"one", b"two"], object)})
+    assert store.parts(slots, np.array([True, False]))["index"].tolist() == [b"one", None]
     store.write(slots[:1], np.array([2]), rows=rows[:1])
-    assert store.index(slots, np.array([True, True])).tolist() == [None, b"two"]
+    assert store.parts(slots, np.array([True, True]))["index"].tolist() == [None, b"two"]
 
 
 CHOSEN = [[{0}, {0}], [{0, 1}, {1}], [{1, 2}, {0, 2}]]
@@ -77,7 +77,7 @@ FORMS = ("sglang", "packed")
 
 
 def routing_of(rows: np.ndarray, **fields: Any) -> RoutedExperts:
-    return RoutedExperts(np.zeros((len(rows), 1, 1), np.uint8), index=packed_index(rows), **fields)
+    return RoutedExperts(np.zeros((len(rows), 1, 1), np.uint8), parts={"index": packed_index(rows)}, **fields)
 
 
 def answer_of(routing: RoutedExperts, form: str = "sglang") -> dict:
@@ -232,8 +232,8 @@ def test_turns_join_with_their_index_rows():
     lacking.index[1] = None
     joined = join_turns([lacking, routing_from(whole, 1)])
     assert joined.index.tolist() == packed_index(rows).tolist()
-    assert join_turns([replace(whole, index=None), routing_from(whole, 1)]).index[0] is None
-    assert join_turns([replace(whole, index=None)]).index is None
+    assert join_turns([replace(whole, parts={}), routing_from(whole, 1)]).index[0] is None
+    assert join_turns([replace(whole, parts={})]).index is None
     other = routing_from(routing_of(rows[::-1]), 1)
     with pytest.raises(ValueError, match="disagree on the index row of position 2"):
         join_turns([whole, other])

@@ -11,13 +11,14 @@ from rayserve_moe.replay.encoding import (
     DIALECTS,
     encode_index,
     encode_rollout,
+    gates,
     rollout_rows,
     routed_experts_info,
     routing_from,
     routing_until,
 )
 from rayserve_moe.replay.index_rows import packed_index
-from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GateScale, IndexLayout, RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.schema import Rollout
 from tests.support.routing.routing_arrays import random_rows, same
 from tests.support.serving.trainer_guide import guide_snippets, guide_text
@@ -49,12 +50,18 @@ def answer(routing: RoutedExperts) -> dict:
     return {"text": "", "output_ids": [], "meta_info": fields}
 
 
+def gated(routing: RoutedExperts) -> dict:
+    layered = dataclasses.replace(routing, parts={"gates": np.full(routing.rows.shape, 0.25, np.float32)})
+    scale = GateScale("softmax", is_normalized=True, scale=1.0)
+    return {"router_gates": gates.encode(layered), "router_gates_info": gates.describe(layered, LAYOUT, scale)}
+
+
 def test_the_python_of_the_guide_runs():
     routing, other = whole(len(TOKENS), 2), whole(len(OTHER_TOKENS), 3)
     sent = (routing, routing_from(other, PROMPT_LEN))
     chosen = np.tile(np.arange(8, dtype=np.int32), (len(TOKENS) - 1, 2, 1))
     indexed = encode_index(
-        dataclasses.replace(routing, index=packed_index(chosen)), IndexLayout((0, 3), (0, 1, 2, 3, 4), 8)
+        dataclasses.replace(routing, parts={"index": packed_index(chosen)}), IndexLayout((0, 3), (0, 1, 2, 3, 4), 8)
     )
     header = {"choices": [{"routed_experts_info": routed_experts_info(each, LAYOUT)} for each in sent]}
     names = {
@@ -63,6 +70,7 @@ def test_the_python_of_the_guide_runs():
         "turns": [answer(part(routing, 0, 22)), answer(part(routing, 22, 29))],
         "events": [answer(part(routing, 0, 21)), answer(part(routing, 21, 25)), answer(part(routing, 25, 29))],
         "indexed": {"meta_info": dict(zip(("indexer_topk", "indexer_topk_info"), indexed, strict=True))},
+        "gated": {"meta_info": gated(routing)},
         "token_ids": TOKENS,
         "other_ids": OTHER_TOKENS,
         "other_routing": other,
@@ -75,11 +83,12 @@ def test_the_python_of_the_guide_runs():
         },
     }
     snippets, _ = guide_snippets()
-    assert len(snippets) == 8
+    assert len(snippets) == 9
     for snippet in snippets:
         exec(compile(snippet, "docs/rl", "exec"), names)
     assert names["layout"] == LAYOUT and (names["chosen"] == chosen[:, [0, 0, 0, 1, 1]]).all()
     assert same(names["routing"], routing) and same(names["streamed"], routing) and same(names["second"], other)
+    assert names["gates"].shape == (len(TOKENS) - 1, 4, 4)
     assert names["slime"].routed_experts.shape == (2, 30, 5, 4)
     assert names["nemo_rl"].routed_experts.dtype == np.int8
     assert names["replay"].sum() == len(TOKENS) - 1 + len(OTHER_TOKENS) - 1

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rayserve_moe.requests.columns import (
     OUTPUT_COLUMNS,
     PROBED_COLUMNS,
+    WANTS_COLUMNS,
     WANTS_MASK,
     ColumnLog,
     Columns,
@@ -51,6 +52,7 @@ def step_columns(count: int, *, seed: int = 0) -> Columns:
         "top_logprobs": generator.random((count, 5), np.float32),
         "entropy": generator.random(count, np.float32),
         "listed_logprobs": generator.random((count, 6), np.float32),
+        "drafted": generator.integers(0, 2, count).astype(np.int8),
         "mask_ids": ragged(masks),
         "mask_logprobs": generator.random(count, np.float32),
     }
@@ -80,6 +82,7 @@ def test_a_choice_logs_what_its_request_wants_and_no_more(name: str):
         "top_logprobs": {"num_top_logprobs": 2},
         "entropy": {"return_entropy": True},
         "listed_logprobs": {"logprob_token_ids": (7, 9, 11)},
+        "drafted": {"return_draft_tokens": True},
         "mask_ids": {"return_sampling_mask": True},
         "mask_logprobs": {"return_sampling_mask": True},
     }[name]
@@ -110,10 +113,12 @@ def test_steps_are_asked_for_the_columns_that_they_compute():
     [
         ({}, None),
         ({"num_top_logprobs": 2}, None),
-        ({"raw_logprobs": True}, [1, -1, -1]),
-        ({"return_entropy": True}, [0, -1, -1]),
-        ({"return_sampling_mask": True, "raw_logprobs": True}, [1 + WANTS_MASK, -1, -1]),
-        ({"logprob_token_ids": (5, 6)}, [0, 5, 6]),
+        ({"raw_logprobs": True}, [1 + WANTS_COLUMNS, -1, -1]),
+        ({"return_entropy": True}, [WANTS_COLUMNS, -1, -1]),
+        ({"return_sampling_mask": True}, [WANTS_MASK, -1, -1]),
+        ({"return_draft_tokens": True}, None),
+        ({"return_sampling_mask": True, "raw_logprobs": True}, [1 + WANTS_MASK + WANTS_COLUMNS, -1, -1]),
+        ({"logprob_token_ids": (5, 6)}, [WANTS_COLUMNS, 5, 6]),
     ],
 )
 def test_the_evidence_program_is_asked_in_one_row(fields: dict[str, Any], row: list[int] | None):

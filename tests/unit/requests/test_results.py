@@ -26,7 +26,7 @@ def whole(start: int) -> RoutedExperts:
         missing=((start, start + 2), (start + 6, start + 7)),
         source=((start, start + 5, "cached"), (start + 5, end, "computed")),
         weight_version=((start + 2, start + 6, "a"), (start + 7, end, "b")),
-        index=np.arange(start, end).astype(object),
+        parts={"index": np.arange(start, end).astype(object)},
     )
 
 
@@ -38,8 +38,8 @@ def piece(routing: RoutedExperts, first: int, last: int) -> RoutedExperts:
         return tuple((a, min(b, last), *label) for a, b, *label in ranges if a < last)
 
     rows = tail.rows[: last - first]
-    index = tail.index[: last - first]
-    return RoutedExperts(rows, first, cut(tail.missing), cut(tail.source), cut(tail.weight_version), index)
+    parts = {name: values[: last - first] for name, values in tail.parts.items()}
+    return RoutedExperts(rows, first, cut(tail.missing), cut(tail.source), cut(tail.weight_version), parts)
 
 
 @given(st.integers(0, 5), st.sets(st.integers(1, COUNT - 1)))
@@ -57,9 +57,9 @@ def test_pieces_of_routing_join_to_the_whole(start: int, cuts: set[int]):
 
 
 def test_index_rows_of_a_piece_without_any_are_not_known():
-    first, second = piece(whole(0), 0, 3), replace(piece(whole(0), 3, 5), index=None)
+    first, second = piece(whole(0), 0, 3), replace(piece(whole(0), 3, 5), parts={})
     assert joined_routing([first, second]).index.tolist() == [0, 1, 2, None, None]
-    assert joined_routing([replace(first, index=None), second]).index is None
+    assert joined_routing([replace(first, parts={}), second]).index is None
 
 
 def test_a_gap_is_our_own_fault():

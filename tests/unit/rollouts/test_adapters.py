@@ -151,7 +151,7 @@ def indexed(rollout, *, without=()):
     chosen[:, 1, :1] = positions
     index = packed_index(chosen)
     index[list(without)] = None
-    return replace(rollout, routing=replace(rollout.routing, index=index), index_layout=INDEX)
+    return replace(rollout, routing=replace(rollout.routing, parts={"index": index}), index_layout=INDEX)
 
 
 def test_index_rows_of_turns_are_those_of_every_sparse_layer():

@@ -14,6 +14,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import (
     GenerationRequest,
     IndexLayout,
+    ModelCard,
     RoutedExperts,
     RoutingLayout,
     SamplingParams,
@@ -25,6 +26,7 @@ from tests.support.routing.routing_arrays import random_rows, same
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)
 INDEX = IndexLayout((0,), (0, 1), top_k=2)
+CARD = ModelCard("", 64, 64, (), LAYOUT, returns_routing=True, index=INDEX)
 PROMPT, NUM_OUTPUTS = (5, 6, 7, 8), 3
 NUM_ROWS = len(PROMPT) + NUM_OUTPUTS - 1
 
@@ -42,11 +44,11 @@ def container(routings: Sequence[RoutedExperts], *, index: bool = False) -> byte
     sampling = SamplingParams(n=len(routings))
     asked = GenerationRequest("r", np.asarray(PROMPT, np.int32), sampling, True, return_indexer_topk=index)
     writer = RoutingWriter(
-        LAYOUT,
+        CARD,
         "binary",
         shares_prompt_rows=True,
         request_of_choice=[asked] * len(routings),
-        index=(INDEX, "packed"),
+        index_form="packed",
     )
     told = {
         "prompt_tokens": len(PROMPT),
@@ -94,7 +96,7 @@ def indexed(routing: RoutedExperts, *, missing: Sequence[int] = ()) -> RoutedExp
     chosen[:, 0, 0] = np.arange(NUM_ROWS)
     index = packed_index(chosen)
     index[list(missing)] = None
-    return replace(routing, index=index)
+    return replace(routing, parts={"index": index})
 
 
 def test_every_sample_has_its_index_rows() -> None:

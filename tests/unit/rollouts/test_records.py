@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rayserve_moe.replay.index_rows import packed_index
-from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
-from rayserve_moe.rollouts.records import index_layout_of, load
+from rayserve_moe.requests.columns import ragged
+from rayserve_moe.requests.records import GateScale, IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.rollouts.records import Rollouts, gate_scale_of, index_layout_of, load
 from rayserve_moe.rollouts.schema import SCHEMA, Rollout
 from rayserve_moe.rollouts.shards import RolloutDirectory, shard_files
 
@@ -86,7 +88,7 @@ def indexed(given: Rollout, *, missing: int | None = None) -> Rollout:
     index = packed_index(chosen)
     if missing is not None:
         index[missing] = None
-    return replace(given, routing=replace(given.routing, index=index), index_layout=INDEX)
+    return replace(given, routing=replace(given.routing, parts={"index": index}), index_layout=INDEX)
 
 
 def test_index_rows_come_back_for_every_sparse_layer(tmp_path: Path) -> None:
@@ -104,11 +106,51 @@ def test_index_rows_come_back_for_every_sparse_layer(tmp_path: Path) -> None:
         loaded.index_rows(2)
 
 
+SCALE = GateScale("sigmoid", is_normalized=True, scale=2.5)
+
+
+def decided(given: Rollout, *, missing: tuple[tuple[int, int], ...] = ()) -> Rollout:
+    """A rollout with gates, masks of one to three ids, and drafts."""
+    assert given.routing is not None
+    gates, count = np.random.default_rng(5).random(given.routing.rows.shape, np.float32), len(given.output_ids)
+    return replace(
+        given,
+        routing=replace(given.routing, parts={"gates": gates}, missing=missing),
+        gate_scale=SCALE,
+        sampling_mask=ragged([np.arange(1 + place % 3, dtype=np.int32) for place in range(count)]),
+        sampling_logprobs=np.full(count, -0.25, np.float32),
+        drafted=np.arange(count) % 2 == 0,
+    )
+
+
+def test_gates_masks_and_drafts_come_back(tmp_path: Path) -> None:
+    given = [decided(rollout(0)), rollout(1), decided(rollout(2), missing=((1, 3),))]
+    with RolloutDirectory(tmp_path) as directory:
+        directory.write_rollouts(given)
+    loaded = load(tmp_path)
+    for sample in (0, 2):
+        wanted = given[sample]
+        assert wanted.sampling_mask is not None and gate_scale_of(loaded, sample) == SCALE
+        assert loaded.sampling_mask(sample).tolist() == wanted.sampling_mask.tolist()
+        np.testing.assert_array_equal(loaded.sampling_logprobs[sample], wanted.sampling_logprobs)
+        np.testing.assert_array_equal(loaded.drafted[sample], wanted.drafted)
+    np.testing.assert_array_equal(loaded.router_gates(0), given[0].router_gates)
+    assert loaded.router_gates(1) is None and loaded.sampling_mask(1) is None and loaded.drafted[1] is None
+    assert gate_scale_of(loaded, 1) is None and given[2].router_gates is None
+    with pytest.raises(ValueError, match="sample 2: gates of 2 rows are missing"):
+        loaded.router_gates(2)
+    altered = given[0].router_gates + 1
+    place = loaded.table.schema.get_field_index("gates")
+    raw = pa.chunked_array([[altered.tobytes(), None, altered.tobytes()]], pa.large_binary())
+    with pytest.raises(ValueError, match="sample 0: gates were altered"):
+        Rollouts(loaded.table.set_column(place, "gates", raw)).routed_experts(0)
+
+
 def assert_same_routing(found: RoutedExperts | None, wanted: RoutedExperts | None) -> None:
     assert (found is None) == (wanted is None)
     if found is not None and wanted is not None:
         assert found.rows.dtype == wanted.rows.dtype and np.array_equal(found.rows, wanted.rows)
-        assert replace(found, rows=NO_ROWS, index=None) == replace(wanted, rows=NO_ROWS, index=None)
+        assert replace(found, rows=NO_ROWS, parts={}) == replace(wanted, rows=NO_ROWS, parts={})
         assert (found.index is None) == (wanted.index is None)
         if found.index is not None:
             assert found.index.tolist() == wanted.index.tolist()

@@ -9,8 +9,11 @@ from functools import partial
 import numpy as np
 
 from rayserve_moe.engine.extension import ReplacedHosts, Reset, StepExtension
-from rayserve_moe.replay.routing_store import RoutingStore
-from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout
+from rayserve_moe.replay.index_rows import IndexStore
+from rayserve_moe.replay.routing_store import GateStore, PartStore, RoutingStore
+from rayserve_moe.requests.columns import Ragged, Values
+from rayserve_moe.requests.records import GATES, INDEX, GenerationRequest, ModelCard, RoutedExperts
+from rayserve_moe.requests.row_parts import unknown_entries
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Preemption
@@ -34,22 +37,24 @@ class RoutingCapture(StepExtension):
 
     def __init__(
         self,
-        layout: RoutingLayout,
+        card: ModelCard,
         table: RowTable,
         *,
         num_pages: int,
         num_data_ranks: int = 1,
-        weight_version: str,
-        max_index_bytes: int = 0,
     ) -> None:
-        self._layout, self._table = layout, table
+        self._layout, self._table = card.routing, table
         self._page_size = page_size = table.page_size
         self._slots_per_rank = num_pages * page_size
         num_slots = num_data_ranks * self._slots_per_rank
-        self._store = RoutingStore(layout, num_slots=num_slots, max_index_bytes=max_index_bytes)
-        self._has_index = max_index_bytes > 0
+        stores: dict[str, PartStore] = {}
+        if card.index is not None:
+            stores[INDEX] = IndexStore(max_bytes=card.index.max_bytes)
+        if card.gates is not None:
+            stores[GATES] = GateStore(card.routing, num_slots=num_slots)
+        self._store = RoutingStore(card.routing, num_slots=num_slots, parts=stores)
         self._num_data_ranks = num_data_ranks
-        self._versions = [weight_version]
+        self._versions = [card.weight_version]
         self._submitted: dict[int, Callable[..., None]] = {}
         """Function that stores the rows of a step, by step id."""
         self._preempted: list[Preemption] = []
@@ -128,7 +133,7 @@ class RoutingCapture(StepExtension):
                 for a, b, version in _runs(np.where(known.is_known, known.versions, NO_VERSION), start)
                 if version != NO_VERSION
             ),
-            index=known.index if self._has_index else None,
+            parts=known.parts,
         )
 
     def _published(self, sequence: Sequence) -> RoutedExperts:
@@ -157,7 +162,7 @@ class RoutingCapture(StepExtension):
         belongs: np.ndarray | slice,
         places: Places,
         version: int,
-        kept: list[tuple[np.ndarray, ...]],
+        kept: list[tuple[Places, np.ndarray, np.ndarray, dict[str, np.ndarray]]],
         forks: tuple[Places, Places] | None,
     ) -> None:
         """Store the rows of a step that ran under `version`, then kept rows, which replace them, then rows of forks.
@@ -166,17 +171,17 @@ class RoutingCapture(StepExtension):
         """
         assert result.routing is not None, "rows of a step without any"
         slots, stamps = (each[belongs] for each in places)
-        index = None if result.index is None else [row.tobytes() for row in result.index[belongs].entries()]
-        self._store.write(slots, stamps, rows=result.routing[belongs], versions=version, index=index)
-        for kept_slots, kept_stamps, kept_rows, versions, kept_index in kept:
-            self._store.write(kept_slots, kept_stamps, rows=kept_rows, versions=versions, index=kept_index)
+        parts = {name: _entries(values[belongs]) for name, values in result.row_parts.items()}
+        self._store.write(slots, stamps, rows=result.routing[belongs], versions=version, parts=parts)
+        for (kept_slots, kept_stamps), kept_rows, versions, kept_parts in kept:
+            self._store.write(kept_slots, kept_stamps, rows=kept_rows, versions=versions, parts=kept_parts)
         if forks is not None:
             (slots, stamps), own = forks
             rows, is_known = self._store.read(slots, stamps)
             own_slots, own_stamps = (places[is_known] for places in own)
             versions = self._store.versions(slots)[is_known]
-            copied = self._store.index(slots[is_known], is_known[is_known])
-            self._store.write(own_slots, own_stamps, rows=rows[is_known], versions=versions, index=copied)
+            copied = self._store.parts(slots[is_known], is_known[is_known])
+            self._store.write(own_slots, own_stamps, rows=rows[is_known], versions=versions, parts=copied)
 
     def _forked_places(self, plan: StepPlan, table: RowTable) -> tuple[Places, Places]:
         """Return the slots and stamps of the rows that forks copy, and of their copies."""
@@ -209,13 +214,13 @@ class RoutingCapture(StepExtension):
             np.zeros((count, *self._layout.row_shape), self._layout.dtype),
             np.zeros(count, np.int32),
             _kinds(origins, start, count),
-            np.full(count, None, object),
+            {},
         )
         slots, stamps = self._places(held, start, start + num_computed)
         known.rows[:num_computed], known.is_known[:num_computed] = self._store.read(slots, stamps)
         known.versions[:num_computed] = self._store.versions(slots)
-        if (index := self._store.index(slots, known.is_known[:num_computed])) is not None:
-            known.index[:num_computed] = index
+        for name, values in self._store.parts(slots, known.is_known[:num_computed]).items():
+            known.parts[name] = np.concatenate([values, unknown_entries(values, count - num_computed)])
         if (kept := sequence.routing.kept) is not None:
             _add_kept(known, kept, first_output=sequence.num_prompt_tokens)
         return known
@@ -226,8 +231,10 @@ class RoutingCapture(StepExtension):
         first_slot = held.data_rank * self._slots_per_rank
         return first_slot + held.pages[index].astype(np.int64) * self._page_size + offset, held.page_generations[index]
 
-    def _kept_rows(self, plan: StepPlan, table: RowTable) -> list[tuple[np.ndarray, ...]]:
-        """Return slots, stamps, rows and versions of sampled tokens with kept rows that this step recomputes."""
+    def _kept_rows(
+        self, plan: StepPlan, table: RowTable
+    ) -> list[tuple[Places, np.ndarray, np.ndarray, dict[str, np.ndarray]]]:
+        """Return places, rows, versions and parts of sampled tokens with kept rows that this step recomputes."""
         kept, chunks = [], plan.chunks
         again = (chunks.lengths > 1) | np.isin(chunks.rows, plan.sampling.rows)
         for chunk in np.flatnonzero(again).tolist():
@@ -240,8 +247,8 @@ class RoutingCapture(StepExtension):
                 part = np.arange(first, last)[known.is_known[first - known.start : last - known.start]] - known.start
                 slots, stamps = self._places(sequence, first, last)
                 places = part + known.start - first
-                rows, versions, index = (each[part] for each in (known.rows, known.versions, known.index))
-                kept.append((slots[places], stamps[places], rows, versions, index))
+                parts = {name: values[part] for name, values in known.parts.items()}
+                kept.append(((slots[places], stamps[places]), known.rows[part], known.versions[part], parts))
         return kept
 
 
@@ -256,8 +263,22 @@ def _add_kept(known: KnownRows, kept: KnownRows, *, first_output: int) -> None:
         ours, theirs = (slice(first - rows.start, last - rows.start) for rows in (known, kept))
         is_output = np.arange(first, last) >= first_output
         taken = kept.is_known[theirs] & (is_output | ~known.is_known[ours])
-        for values, kept_values in zip(known[1:], kept[1:], strict=True):
+        for values, kept_values in zip(_arrays(known), _arrays(kept), strict=True):
             values[ours][taken] = kept_values[theirs][taken]
+
+
+def _arrays(known: KnownRows) -> list[np.ndarray]:
+    """Return the arrays with an entry per row."""
+    return [known.is_known, known.rows, known.versions, known.kinds, *known.parts.values()]
+
+
+def _entries(values: Values) -> np.ndarray:
+    """Return the entries of a part of a step's rows; packed index rows as bytes."""
+    if not isinstance(values, Ragged):
+        return values
+    entries = np.empty(len(values), object)
+    entries[:] = [row.tobytes() for row in values.entries()]
+    return entries
 
 
 def _runs(values: np.ndarray, start: int) -> list[tuple[int, int, int]]:

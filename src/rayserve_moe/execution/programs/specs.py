@@ -124,7 +124,7 @@ def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, 
         num_columns=config.num_columns,
     )
     vectors = _integers(served, config.model.plan.data_size, len(layout.padding))
-    blocks = block_input_shapes(shape, config.model, forces_index=config.capture_index) if shape.num_blocks else None
+    blocks = block_input_shapes(shape, config.model, captures=config.captures) if shape.num_blocks else None
     run = partial(run_step, layout=layout, config=config)
     inputs = {"vectors_NW": vectors, "blocks": blocks}
     return Program(step_name(shape), run, (served.weights, state), inputs, donated=1, shape=shape)

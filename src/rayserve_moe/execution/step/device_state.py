@@ -17,7 +17,7 @@ from rayserve_moe.execution.step.pytrees import BlockInputs, DeviceState, StepSh
 from rayserve_moe.execution.step.row_updates import MAX_BIASES
 from rayserve_moe.kernels.kv_pool import StatePages, num_tables
 from rayserve_moe.model.layers.index_rows import index_layout
-from rayserve_moe.model.model_config import ForcedChoices, ModelConfig
+from rayserve_moe.model.model_config import NO_CAPTURES, Captures, ForcedChoices, ModelConfig
 from rayserve_moe.model.states import PoolCounts, pool_shapes
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.scheduling.step_plan import NUM_FLOATS, NUM_INTEGERS
@@ -74,13 +74,19 @@ def state_shapes(  # noqa: PLR0913 (sizes, all by keyword)
 class BlockInputSource:
     """Source of the block inputs of a shape; steps without forced routing need no transfer.
 
-    Sources share the arrays of `no_choices`, without a forced choice of an index; None if they cannot be forced.
+    A server that `captures` gates or choices of an index can force them. Sources share the arrays of `no_choices`.
     """
 
     def __init__(
-        self, shape: StepShape, config: ModelConfig, *, no_choices: Callable[[], ForcedChoices | None] | None
+        self,
+        shape: StepShape,
+        config: ModelConfig,
+        *,
+        captures: Captures,
+        no_choices: Callable[[], ForcedChoices | None],
     ) -> None:
-        self._routing, self._no_choices = block_input_shapes(shape, config).forced_NMXK, no_choices
+        self._shapes = block_input_shapes(shape, config, captures=captures)
+        self._no_choices = no_choices
 
     @cached_property
     def nothing(self) -> BlockInputs:
@@ -88,23 +94,29 @@ class BlockInputSource:
 
         They come from the host: a program that fills an array would be compiled during a step.
         """
-        nothing = np.full(self._routing.shape, -1, self._routing.dtype)
-        return BlockInputs(_like(self._routing, nothing), None if self._no_choices is None else self._no_choices())
+        ids, gates, choices = self._shapes
+        return BlockInputs(
+            _like(ids, np.full(ids.shape, -1, ids.dtype)),
+            None if gates is None else _like(gates, np.full(gates.shape, np.nan, gates.dtype)),
+            None if choices is None else self._no_choices(),
+        )
 
     def inputs(self, packed: PackedBlocks | None) -> BlockInputs:
         """Return the inputs of a step."""
         if packed is None or packed.forced is None:
             return self.nothing
         inputs = self.nothing._replace(forced_NMXK=_like(self.nothing.forced_NMXK, packed.forced))
+        if packed.gates is not None and inputs.gates_NMXK is not None:
+            inputs = inputs._replace(gates_NMXK=_like(inputs.gates_NMXK, packed.gates))
         if packed.choices is None or inputs.choices is None:
             return inputs
         return inputs._replace(choices=ForcedChoices(*map(_like, inputs.choices, packed.choices)))
 
 
-def block_input_shapes(shape: StepShape, config: ModelConfig, *, forces_index: bool = False) -> BlockInputs:
+def block_input_shapes(shape: StepShape, config: ModelConfig, *, captures: Captures = NO_CAPTURES) -> BlockInputs:
     """Return shapes, dtypes and shardings of the block inputs of a shape, for all data ranks.
 
-    `forces_index` includes choices of an index.
+    They include gates and choices of an index if the server captures them.
     """
     plan, layout = config.plan, config.spec.routing_layout
     num_tokens, (num_layers, top_k) = shape.num_blocks * shape.block_tokens, layout.row_shape
@@ -113,8 +125,9 @@ def block_input_shapes(shape: StepShape, config: ModelConfig, *, forces_index: b
         of_ranks = jax.ShapeDtypeStruct((plan.data_size, *sizes), dtype, sharding=plan.sharding(("data_ranks",)))
         return cast(jax.Array, of_ranks)
 
-    choices = choice_shapes(config) if forces_index else None
-    return BlockInputs(array((num_layers, num_tokens, top_k), jnp.int16), choices)
+    sizes = (num_layers, num_tokens, top_k)
+    gates = array(sizes, jnp.float32) if captures.gates else None
+    return BlockInputs(array(sizes, jnp.int16), gates, choice_shapes(config) if captures.index else None)
 
 
 def choice_shapes(config: ModelConfig) -> ForcedChoices | None:

@@ -36,7 +36,15 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import draft_parameters
-from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools
+from rayserve_moe.model.model_config import (
+    NO_CAPTURES,
+    Captures,
+    ForcedChoices,
+    ForcedRouting,
+    ModelConfig,
+    Parameters,
+    Pools,
+)
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.states import entry_states, pool_partitions, token_states
@@ -74,11 +82,11 @@ def run_step(
             state.pools,
             batch=step.batch,
             sample_places_S=step.sample_places_S,
-            forced_MXK=blocks and blocks.forced_NMXK[0],
+            forced=None if blocks is None else _forced_of_rank(blocks),
             forced_choices=None if blocks is None else jax.tree.map(lambda of_rank: of_rank[0], blocks.choices),
             config=config.model,
             asked=config.aux_layers,
-            captures=config.capture_index,
+            captures=config.captures,
             audits=config.audits and blocks is not None,
         )
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
@@ -110,9 +118,16 @@ def _output(sampled: Sampled, out: ForwardOutput, *, config: StepConfig) -> Step
         {"top": top_bits(sampled.top, plan.data_size)},
         _captured_routing(out, config),
         None if out.chosen_ITK is None else plan.gather_data_ranks(out.chosen_ITK, dim=1),
+        None if out.gates_MTK is None else plan.gather_data_ranks(out.gates_MTK, dim=1),
         tally_N4=tally_N4,
         audit=jax.tree.map(partial(plan.gather_data_ranks, dim=1), out.audit),
     )
+
+
+def _forced_of_rank(blocks: BlockInputs) -> ForcedRouting:
+    """Return the forced routing of a data rank, from its shard of the inputs."""
+    ids_MXK, gates_NMXK = blocks.forced_NMXK[0], blocks.gates_NMXK
+    return ForcedRouting(ids_MXK, jnp.any(ids_MXK >= 0), None if gates_NMXK is None else gates_NMXK[0])
 
 
 def _samples_of(step: DeviceInput) -> SampleInput:
@@ -154,10 +169,10 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     batch: TokenBatch,
     sample_places_S: jax.Array,
     config: ModelConfig,
-    forced_MXK: jax.Array | None = None,
+    forced: ForcedRouting | None = None,
     forced_choices: ForcedChoices | None = None,
     asked: tuple[int, ...] = (),
-    captures: bool = False,
+    captures: Captures = NO_CAPTURES,
     audits: bool = False,
 ) -> tuple[ForwardOutput, jax.Array]:
     """Run the forward pass on a device, then return float32 logits [A, V] of `sample_places_S` of all data ranks."""
@@ -167,7 +182,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
         batch,
         config=config,
         maps=weights.maps,
-        forced_MXK=forced_MXK,
+        forced=forced,
         forced_choices=forced_choices,
         capacity_factor=weights.capacity_factor,
         asked=asked,
@@ -241,7 +256,8 @@ def block_partitions(config: ModelConfig, blocks: BlockInputs | None) -> BlockIn
     if blocks is None:
         return None
     of_ranks = cast(jax.Array, config.plan.partition(("data_ranks",)))
-    return BlockInputs(of_ranks, None if blocks.choices is None else ForcedChoices(of_ranks, of_ranks))
+    choices = None if blocks.choices is None else ForcedChoices(of_ranks, of_ranks)
+    return BlockInputs(of_ranks, None if blocks.gates_NMXK is None else of_ranks, choices)
 
 
 def weight_partitions(config: ModelConfig, draft: DraftConfig | None = None) -> ModelWeights:

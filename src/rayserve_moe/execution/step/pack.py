@@ -27,6 +27,8 @@ class PackedBlocks:
 
     forced: np.ndarray | None
     """int16 [ranks, MoE layers, block tokens, k], -1 for tokens left to the router; None without forced routing."""
+    gates: np.ndarray | None = None
+    """Weights of these experts, float32 of the same shape, NaN for none; None without forced weights."""
     choices: tuple[np.ndarray, np.ndarray] | None = None
     """Forced choices of an index, int32 [ranks, F] and [ranks, indexer layers, F, top_k], as `ForcedChoices`; None
     without any."""
@@ -251,10 +253,15 @@ def _pack_blocks(work: BlockWork, token_places: np.ndarray, shape: StepShape, nu
     if len(work.chunks) == 0:
         return None
     num_tokens = shape.num_blocks * shape.block_tokens
-    forced = None
-    if work.forced_rows is not None:
-        _, num_layers, top_k = work.forced_rows.shape
-        of_ranks, of_tokens = np.divmod(token_places[work.forced_tokens], shape.num_tokens)
-        forced = np.full((num_ranks, num_layers, num_tokens, top_k), -1, np.int16)
-        forced.transpose(0, 2, 1, 3)[of_ranks, of_tokens - shape.num_singles] = work.forced_rows
-    return PackedBlocks(forced)
+    if work.forced_rows is None:
+        return PackedBlocks(None)
+    _, num_layers, top_k = work.forced_rows.shape
+    of_ranks, of_tokens = np.divmod(token_places[work.forced_tokens], shape.num_tokens)
+
+    def by_layer(rows: np.ndarray, dtype: type, none: float) -> np.ndarray:
+        values = np.full((num_ranks, num_layers, num_tokens, top_k), none, dtype)
+        values.transpose(0, 2, 1, 3)[of_ranks, of_tokens - shape.num_singles] = rows
+        return values
+
+    gates = None if work.forced_gates is None else by_layer(work.forced_gates, np.float32, np.nan)
+    return PackedBlocks(by_layer(work.forced_rows, np.int16, -1), gates)

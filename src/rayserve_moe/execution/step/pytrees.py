@@ -16,7 +16,7 @@ from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.draft_layer import DraftConfig
-from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools
+from rayserve_moe.model.model_config import NO_CAPTURES, Captures, ForcedChoices, ModelConfig, Parameters, Pools
 from rayserve_moe.model.transformer import AuditOutput
 
 
@@ -40,7 +40,8 @@ class StepConfig:
     model: ModelConfig
     page_size: int
     capture_routing: bool
-    capture_index: bool = False
+    captures: Captures = NO_CAPTURES
+    """Decisions to return beside the routing."""
     layer_pages: tuple[StatePages, ...] = ()
     """As in `TokenBatch`."""
     max_drafts: int = 0
@@ -130,10 +131,12 @@ class DeviceState(AdjustmentState):
 
 
 class BlockInputs(NamedTuple):
-    """Forced routing, and forced choices of an index, of tokens in prefill blocks, of all data ranks."""
+    """Forced routing, its weights, and forced choices of an index, of tokens in prefill blocks, of all data ranks."""
 
     forced_NMXK: jax.Array
     """Forced experts of tokens, int16; -1 for none."""
+    gates_NMXK: jax.Array | None = None
+    """Weights of these experts, float32; NaN for none. None if they cannot be forced."""
     choices: ForcedChoices | None = None
     """Forced choices of an index, by data rank; None if they cannot be forced."""
 
@@ -155,6 +158,8 @@ class StepOutput:
     """Routing in the store's dtype, the ranks' tokens concatenated; None if the server does not capture it."""
     chosen_ITK: jax.Array | None = None
     """Positions that each token sees, int32, by layer with an index, as the routing; None if they are not captured."""
+    gates_MTK: jax.Array | None = None
+    """Weights of the chosen experts, float32, as the routing; None if they are not captured."""
     expert_counts_ME: jax.Array | None = None
     """Expert counts of all data ranks, after steps that want them."""
     tally_N4: jax.Array | None = None

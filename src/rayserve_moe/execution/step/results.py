@@ -10,11 +10,13 @@ import jax
 import numpy as np
 
 from rayserve_moe.balancing.migration import FailedFetch
+from rayserve_moe.decoding.masks import WORD_BITS
 from rayserve_moe.execution.step.pack import PackedStep
 from rayserve_moe.execution.step.pytrees import StepOutput
 from rayserve_moe.model.transformer import AuditOutput
 from rayserve_moe.replay.index_rows import packed_index
 from rayserve_moe.requests.columns import AUDIT_COLUMNS, Columns, Ragged, ragged
+from rayserve_moe.requests.records import GATES, INDEX
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.token_probe import IS_FINITE
 
@@ -25,6 +27,7 @@ def wanted_outputs(plan: StepPlan) -> frozenset[str]:
         "sampled_N3S": True,
         "topk_ids_MTK": plan.wants_routing,
         "chosen_ITK": plan.wants_routing,
+        "gates_MTK": plan.wants_routing,
         "audit": plan.probe is not None and not AUDIT_COLUMNS.isdisjoint(plan.probe.columns),
         "top": "top_ids" in plan.columns,
         "expert_counts_ME": plan.wants_expert_counts,
@@ -52,21 +55,19 @@ def step_result(
     """Wait for the copies and return their values in the plan's order."""
     sampled = np.asarray(output.sampled_N3S).transpose(1, 0, 2).reshape(3, -1)
     ids, logprob_bits, ranks = sampled[:, packed.sample_places]
-    routing = None
-    if output.topk_ids_MTK is not None:
-        rows_NMK = np.asarray(output.topk_ids_MTK)[:, packed.token_places].transpose(1, 0, 2)
-        routing = np.ascontiguousarray(rows_NMK)
-    index = None
+    parts: Columns = {}
     if output.chosen_ITK is not None:
-        chosen_NIK = np.asarray(output.chosen_ITK)[:, packed.token_places].transpose(1, 0, 2)
-        index = ragged((np.frombuffer(row, np.uint8) for row in packed_index(chosen_NIK)), np.uint8)
+        packed_rows = packed_index(_by_token(output.chosen_ITK, packed.token_places))
+        parts[INDEX] = ragged((np.frombuffer(row, np.uint8) for row in packed_rows), np.uint8)
+    if output.gates_MTK is not None:
+        parts[GATES] = _by_token(output.gates_MTK, packed.token_places)
     return StepResult(
         packed.step_id,
         ids,
         logprob_bits.view(np.float32),
         ranks,
-        routing,
-        index,
+        None if output.topk_ids_MTK is None else _by_token(output.topk_ids_MTK, packed.token_places),
+        parts,
         pack_s,
         device_s,
         columns=_columns(output.columns, packed.sample_places),
@@ -77,6 +78,11 @@ def step_result(
     )
 
 
+def _by_token(values_LTK: jax.Array, places: np.ndarray) -> np.ndarray:
+    """Return values by layer and token as rows [N, L, K] of the tokens at `places`."""
+    return np.ascontiguousarray(np.asarray(values_LTK)[:, places].transpose(1, 0, 2))
+
+
 def _columns(found: Mapping[str, Any], places: np.ndarray) -> Columns:
     """Return the columns of samples at `places` among the samples of all data ranks."""
     columns: Columns = {}
@@ -84,15 +90,20 @@ def _columns(found: Mapping[str, Any], places: np.ndarray) -> Columns:
         if name == "top":
             columns |= _top(values, places)
         elif name == "mask":
-            columns |= _mask(*values, places)
+            columns |= mask_columns(*values, places)
         else:
             columns[name] = np.asarray(values)[places]
     return columns
 
 
-def _mask(bits_AW: jax.Array, logprobs_A: jax.Array, places: np.ndarray) -> Columns:
-    is_kept = np.unpackbits(np.asarray(bits_AW)[places].view(np.uint8), axis=1, bitorder="little")
-    counts, ids = is_kept.sum(axis=1, dtype=np.int32), np.nonzero(is_kept)[1].astype(np.int32)
+def mask_columns(bits_AW: jax.Array, logprobs_A: jax.Array, places: np.ndarray) -> Columns:
+    """Return the ids of set bits; only numbers with any are unpacked, which are few of a large vocabulary."""
+    bits_NW = np.asarray(bits_AW)[places]
+    rows, words = np.nonzero(bits_NW)
+    is_kept = np.unpackbits(bits_NW[rows, words].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+    found, bits = np.nonzero(is_kept)
+    counts = np.bincount(rows[found], minlength=len(bits_NW)).astype(np.int32)
+    ids = (WORD_BITS * words[found] + bits).astype(np.int32)
     return {"mask_ids": Ragged(counts, ids), "mask_logprobs": np.asarray(logprobs_A)[places]}
 
 

@@ -22,7 +22,7 @@ from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepOut
 from rayserve_moe.execution.step.results import only_wanted
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.parallel.sharding import gather_rows
-from rayserve_moe.requests.columns import WANTS_MASK
+from rayserve_moe.requests.columns import wants_mask
 from rayserve_moe.requests.fields import MAX_LISTED_IDS, MAX_TOP_LOGPROBS
 from rayserve_moe.requests.processor_arguments import NOT_PROCESSED, NUM_RECENT
 from rayserve_moe.scheduling.step_plan import SampleMasks, StepPlan
@@ -137,7 +137,7 @@ def sample_held(
     if held.requested_AF is not None:
         logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
         masses = config.model.kernels.sampling.masses
-        wants_S = held.requested_AF[:, 0] >= WANTS_MASK
+        wants_S = wants_mask(held.requested_AF)
         columns["mask"] = sampling_mask(
             logits.processed_SV, sampled.ids_S, wants_S=wants_S, rows=rows, part=part, masses=masses
         )
@@ -199,7 +199,7 @@ class HeldSamples:
         if self.wants_evidence:
             requested = np.full((count, 1 + MAX_LISTED_IDS), -1, np.int32)
             requested[places[masks.evidence_samples]] = masks.requested
-            self.wants_mask = bool((masks.requested[:, 0] >= WANTS_MASK).any())
+            self.wants_mask = bool(wants_mask(masks.requested).any())
         processed = None
         if self.num_processed:
             processed = np.zeros((len(mask), self.num_processed), np.int32)

@@ -257,8 +257,9 @@ def _shared_expert(
 def _forced_of_layer(inputs: StepInputs, moe_layer: jax.Array) -> ForcedExperts | None:
     if inputs.forced is None:
         return None
-    forced_MXK, is_any = inputs.forced
-    return ForcedExperts(forced_MXK[moe_layer].astype(jnp.int32), is_any)
+    ids_MXK, is_any, gates_MXK = inputs.forced
+    gates_XK = None if gates_MXK is None else gates_MXK[moe_layer]
+    return ForcedExperts(ids_MXK[moe_layer].astype(jnp.int32), is_any, gates_XK)
 
 
 def _stacked_router(experts: dict[str, jax.Array], layer: jax.Array) -> StackedRouter:

@@ -1,7 +1,8 @@
-"""Routed experts and index rows on the wire: an encoder and a decoder per dialect, each with its description."""
+"""Routed experts, gates and index rows on the wire: encoders and decoders per dialect, each with its description."""
 
 from rayserve_moe.replay.encoding.description import routed_experts_info
 from rayserve_moe.replay.encoding.dialects import DIALECTS, decode_each_forced, decode_forced
+from rayserve_moe.replay.encoding.gates import decode_each_forced_gates, extract_router_gates_from_meta_info
 from rayserve_moe.replay.encoding.index import decode as decode_index
 from rayserve_moe.replay.encoding.index import decode_each_forced_index, extract_indexer_topk_from_meta_info
 from rayserve_moe.replay.encoding.index import encode as encode_index
@@ -23,6 +24,7 @@ __all__ = [
     "ROLLOUT_MEDIA_TYPE",
     "ROLLOUT_ZSTD_MEDIA_TYPE",
     "decode_each_forced",
+    "decode_each_forced_gates",
     "decode_each_forced_index",
     "decode_forced",
     "decode_index",
@@ -35,6 +37,7 @@ __all__ = [
     "encode_routed_experts",
     "extract_indexer_topk_from_meta_info",
     "extract_routed_experts_from_meta_info",
+    "extract_router_gates_from_meta_info",
     "rollout_rows",
     "routed_experts_info",
     "routing_from",

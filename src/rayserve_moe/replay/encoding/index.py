@@ -20,7 +20,8 @@ import numpy as np
 from rayserve_moe.replay.encoding.ranges import missing_ranges
 from rayserve_moe.replay.encoding.wire_rows import WIRE_DTYPES, from_base64, read_shape, to_base64
 from rayserve_moe.replay.index_rows import check_packed, packed_index, unpacked_rows
-from rayserve_moe.requests.records import IndexLayout, RoutedExperts
+from rayserve_moe.requests.records import INDEX, IndexLayout, RoutedExperts
+from rayserve_moe.requests.row_parts import are_known, known_part
 
 NAME, SGLANG, PACKED = "indexer_topk", "sglang", "packed"
 _WIRE_DTYPE = WIRE_DTYPES["int32"]
@@ -31,16 +32,14 @@ MAX_WIRE_BYTES = 1 << 30
 def index_rows_of(routing: RoutedExperts, layout: IndexLayout) -> tuple[np.ndarray, np.ndarray]:
     """Return index rows, int32 [N, indexer layers, top_k], and the mask of known rows, bool [N]; others are -1."""
     packed = known_index(routing)
-    known = np.array([row is not None for row in packed], np.bool_)
+    known = are_known(packed)
     return unpacked_rows(packed, num_layers=len(layout.layer_ids), top_k=layout.top_k), known
 
 
 def known_index(routing: RoutedExperts) -> np.ndarray:
     """Return packed index rows, object [N]; None for a row that is missing or was not captured."""
-    packed = np.full(len(routing.rows), None, object) if routing.index is None else routing.index.copy()
-    for first, last in routing.missing:
-        packed[first - routing.start : last - routing.start] = None
-    return packed
+    packed = known_part(routing, INDEX)
+    return np.full(len(routing.rows), None, object) if packed is None else packed
 
 
 def over_sparse_layers(rows_NIK: np.ndarray, layout: IndexLayout) -> np.ndarray:
@@ -62,7 +61,7 @@ def encode(routing: RoutedExperts, layout: IndexLayout, *, form: str = SGLANG) -
     are also None, with the reason in `refused`, if they have more than `MAX_WIRE_BYTES`.
     """
     packed = known_index(routing)
-    known = np.array([row is not None for row in packed], np.bool_)
+    known = are_known(packed)
     layers, raw = layout.layer_ids if form == PACKED else layout.sparse_layer_ids, b""
     num_bytes = 4 * len(packed) * len(layers) * layout.top_k
     is_refused = form != PACKED and num_bytes > MAX_WIRE_BYTES
@@ -195,7 +194,7 @@ def _with_choices(value: object, routing: RoutedExperts | None, layout: IndexLay
         _, packed = _read_packed(value, layout)
         if len(packed) != num_rows or any(row is None for row in packed):
             raise ValueError(f"must hold {num_rows} rows, and none may be missing")
-        return replace(routing, index=packed)
+        return replace(routing, parts={**routing.parts, INDEX: packed})
     rows = value
     if not isinstance(rows, np.ndarray):
         raw, layer_bytes = from_base64(value, NAME), 4 * num_rows * layout.top_k
@@ -206,7 +205,7 @@ def _with_choices(value: object, routing: RoutedExperts | None, layout: IndexLay
     shapes = [(num_rows, len(layers), layout.top_k) for layers in (layout.layer_ids, layout.sparse_layer_ids)]
     if rows.shape not in shapes or rows.dtype.kind not in "iu":
         raise ValueError(f"must hold integers of shape {_shape_of(num_rows, layout)}, found {list(rows.shape)}")
-    return replace(routing, index=packed_index(_of_indexes(rows, layout)))
+    return replace(routing, parts={**routing.parts, INDEX: packed_index(_of_indexes(rows, layout))})
 
 
 def _shape_of(num_rows: int, layout: IndexLayout) -> list[int]:

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 
 from rayserve_moe.requests.records import RoutedExperts
+from rayserve_moe.requests.row_parts import parts_between
 
 
 def routing_from(routing: RoutedExperts, start: int) -> RoutedExperts:
@@ -19,7 +20,7 @@ def routing_from(routing: RoutedExperts, start: int) -> RoutedExperts:
         missing=_ranges_from(routing.missing, start),
         source=_ranges_from(routing.source, start),
         weight_version=_ranges_from(routing.weight_version, start),
-        index=None if routing.index is None else routing.index[start - routing.start :],
+        parts=parts_between(routing, start, routing.start + len(routing.rows)),
     )
 
 
@@ -33,7 +34,7 @@ def routing_until(routing: RoutedExperts, end: int) -> RoutedExperts:
         missing=_ranges_until(routing.missing, end),
         source=_ranges_until(routing.source, end),
         weight_version=_ranges_until(routing.weight_version, end),
-        index=None if routing.index is None else routing.index[: max(0, end - routing.start)],
+        parts=parts_between(routing, routing.start, end),
     )
 
 

@@ -4,8 +4,11 @@
 
 The header is the JSON answer without `routed_experts`, plus `"rollout": {"rows": [{"shape", "dtype"}, ...],
 "compression": null | "zstd"}`. Several native answers are under `"answers"`. Rows have only MoE layers, in the store's
-dtype, little-endian, without the rows in `routed_experts_info.missing`. With compression, the rows of all choices
-together, if any, are a single zstd frame.
+dtype, little-endian, without the rows in `routed_experts_info.missing`. With compression, all that follows the header,
+if anything, is a single zstd frame.
+
+Behind the rows are other arrays of the choices, if any, in the order of `"rollout": {"arrays": [[{"name", "shape",
+"dtype"}, ...], ...]}`, a list per choice, as float32 or int32. A reader returns each as the field `name` of its choice.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -32,6 +37,10 @@ ROLLOUT_ZSTD_MEDIA_TYPE = "application/x-rollout+octet-stream+zstd"
 MAX_ROWS_BYTES = 2**30
 """Maximum bytes of rows that a reader accepts from a header."""
 
+ARRAY_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("float32", "int32")}
+"""Element types of arrays beside the rows."""
+
+_Entry = tuple[tuple[int, ...], np.dtype]
 _LENGTH = struct.Struct("<I")
 _LEVEL = 3
 
@@ -45,27 +54,32 @@ def encode_rollout(
     answer_header: dict,
     rows: Sequence[np.ndarray],
     *,
+    arrays: Sequence[Mapping[str, np.ndarray]] = (),
     compress: bool = False,
     to_json: Callable[[dict], bytes] = _to_json,
 ) -> bytes:
-    """Join an answer's JSON fields and the rows [N, MoE layers, k] of its choices into a body.
+    """Join an answer's JSON fields, the rows [N, MoE layers, k] of its choices, and other arrays of each into a body.
 
     `to_json` writes the fields, compact and in UTF-8.
     """
     assert "rollout" not in answer_header, "the name rollout is reserved for the container"
     compression = "zstd" if compress else None
-    shapes = [{"shape": list(each.shape), "dtype": each.dtype.name} for each in rows]
-    header = {**answer_header, "rollout": {"rows": shapes, "compression": compression}}
-    text = to_json(header)
-    raw = b"".join(np.ascontiguousarray(each, each.dtype.newbyteorder("<")).tobytes() for each in rows)
+    contents: dict = {"rows": [_entry_of(each) for each in rows], "compression": compression}
+    if any(arrays):
+        contents["arrays"] = [[{"name": name, **_entry_of(each)} for name, each in own.items()] for own in arrays]
+    text = to_json({**answer_header, "rollout": contents})
+    others = [each for own in arrays for each in own.values()]
+    raw = b"".join(np.ascontiguousarray(each, each.dtype.newbyteorder("<")).tobytes() for each in [*rows, *others])
     return b"".join([_LENGTH.pack(len(text)), text, zstandard.compress(raw, _LEVEL) if compress and raw else raw])
 
 
 def decode_rollout(body: bytes, *, max_rows_bytes: int = MAX_ROWS_BYTES) -> tuple[dict, list[np.ndarray]]:
     """Return the answer's JSON fields and the rows of its choices. Raises ValueError unless it is a whole container."""
     header, begin = _read_header(body)
-    shapes, compression = _read_contents(header.pop("rollout", None))
-    sizes = [shape[0] * shape[1] * shape[2] * dtype.itemsize for shape, dtype in shapes]
+    contents = header.pop("rollout", None)
+    shapes, compression = _read_contents(contents)
+    named = _read_arrays(contents)
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in [*shapes, *(entry for _, _, entry in named)]]
     if sum(sizes) > max_rows_bytes:
         raise ValueError(f"the rollout declares more than {max_rows_bytes} bytes of rows")
     raw = memoryview(body)[begin:]
@@ -73,11 +87,30 @@ def decode_rollout(body: bytes, *, max_rows_bytes: int = MAX_ROWS_BYTES) -> tupl
         raw = memoryview(_decompress(raw, sum(sizes)))
     if len(raw) != sum(sizes):
         raise ValueError("the rollout has another number of bytes of rows than its header declares")
-    rows, first = [], 0
-    for (shape, dtype), size in zip(shapes, sizes, strict=True):
-        rows.append(np.frombuffer(raw[first : first + size], dtype).reshape(shape))
+    found, first = [], 0
+    for (shape, dtype), size in zip([*shapes, *(entry for _, _, entry in named)], sizes, strict=True):
+        found.append(np.frombuffer(raw[first : first + size], dtype).reshape(shape))
         first += size
-    return header, rows
+    _add_arrays(header, named, found[len(shapes) :])
+    return header, found[: len(shapes)]
+
+
+def choices_in(header: Mapping[str, Any]) -> list[Any]:
+    """Return the objects of an answer's choices; the answer itself if it is a single native one."""
+    return next((header[name] for name in ("choices", "answers") if name in header), [header])
+
+
+def _add_arrays(header: dict, named: Sequence[tuple[int, str, _Entry]], arrays: Sequence[np.ndarray]) -> None:
+    """Add arrays as fields of their choices."""
+    choices = choices_in(header)
+    for (choice, name, _), array in zip(named, arrays, strict=True):
+        if choice >= len(choices) or not isinstance(choices[choice], dict):
+            raise ValueError("the header of the rollout declares arrays of a choice that it does not have")
+        choices[choice][name] = array
+
+
+def _entry_of(array: np.ndarray) -> dict[str, Any]:
+    return {"shape": list(array.shape), "dtype": array.dtype.name}
 
 
 def rollout_rows(routing: RoutedExperts, layout: RoutingLayout) -> np.ndarray:
@@ -133,6 +166,25 @@ def _read_header(body: bytes) -> tuple[dict, int]:
     if not isinstance(header, dict):
         raise ValueError("the header of the rollout is not a JSON object")
     return header, begin
+
+
+def _read_arrays(contents: Any) -> list[tuple[int, str, _Entry]]:
+    """Return the choice, the name, and shape and dtype of every array beside the rows."""
+    arrays = contents.get("arrays", [])
+    if not isinstance(arrays, list) or not all(isinstance(own, list) for own in arrays):
+        raise ValueError("the header of the rollout does not declare its arrays")
+    return [(choice, *_read_array_entry(entry)) for choice, own in enumerate(arrays) for entry in own]
+
+
+def _read_array_entry(entry: object) -> tuple[str, _Entry]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        raise ValueError("the header of the rollout has an array without a name")
+    shape, dtype = entry.get("shape"), entry.get("dtype")
+    if not isinstance(shape, list) or not shape or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
+        raise ValueError("the header of the rollout has an array without a shape")
+    if dtype not in ARRAY_DTYPES:
+        raise ValueError("the header of the rollout has an array of an unknown dtype")
+    return entry["name"], (tuple(shape), ARRAY_DTYPES[dtype])
 
 
 def _read_contents(contents: object) -> tuple[list[tuple[tuple[int, int, int], np.dtype]], str | None]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rayserve_moe.replay.encoding import routing_from
+from rayserve_moe.replay.encoding.gates import gates_of
 from rayserve_moe.replay.encoding.index import index_rows_of, over_sparse_layers
 from rayserve_moe.replay.encoding.ranges import missing_ranges
-from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GateScale, IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.row_parts import are_known
 from rayserve_moe.rollouts.alignment import join_turns
 from rayserve_moe.rollouts.schema import Rollout
 
@@ -35,6 +37,8 @@ class Trajectory:
     """True if the last turn ended at its length limit."""
     index_layout: IndexLayout | None = None
     """Layout of index rows; None unless every turn has them."""
+    gate_scale: GateScale | None = None
+    """Scale of router gates; None unless every turn has them."""
 
     @property
     def response(self) -> slice:
@@ -73,8 +77,19 @@ def trajectory_of(turns: Sequence[Rollout]) -> Trajectory:
     layouts = {turn.index_layout for turn in turns}
     if len(layouts) > 1:
         raise ValueError(f"turns of {turns[0].prompt_id} have index rows of different layers, or only some have any")
+    scales = {turn.gate_scale for turn in turns}
+    if len(scales) > 1:
+        raise ValueError(f"turns of {turns[0].prompt_id} have gates of different scales, or only some have any")
     return Trajectory(
-        token_ids, prompt_len, trained, logprobs, versions, join_turns(parts), is_truncated, layouts.pop()
+        token_ids,
+        prompt_len,
+        trained,
+        logprobs,
+        versions,
+        routing=join_turns(parts),
+        is_truncated=is_truncated,
+        index_layout=layouts.pop(),
+        gate_scale=scales.pop(),
     )
 
 
@@ -131,6 +146,21 @@ def index_rows(trajectory: Trajectory) -> np.ndarray:
         missing = list(missing_ranges(known, trajectory.routing.start)) or "some"
         raise ValueError(f"a sample of {num_tokens} tokens has no index rows for {missing} positions")
     return over_sparse_layers(rows, layout)
+
+
+def router_gates(trajectory: Trajectory) -> np.ndarray:
+    """Return router gates, float32 [T - 1, MoE layers, k], in the order of the ids of rows.
+
+    They were computed by `trajectory.gate_scale`. Raises ValueError if a row is missing.
+    """
+    num_tokens, gates = len(trajectory.token_ids), gates_of(trajectory.routing)
+    if trajectory.gate_scale is None:
+        raise ValueError("a sample came without gates: set returns_gates in its requests")
+    is_known = are_known(gates)
+    if not is_known.all() or len(gates) != num_tokens - 1 or trajectory.routing.start:
+        missing = list(missing_ranges(is_known, trajectory.routing.start)) or "some"
+        raise ValueError(f"a sample of {num_tokens} tokens has no gates for {missing} positions")
+    return gates
 
 
 def placed(

@@ -14,12 +14,13 @@ import numpy as np
 from rayserve_moe.replay.encoding import npy, packed
 from rayserve_moe.replay.encoding.description import described, described_layout, described_shape
 from rayserve_moe.replay.encoding.dialects import decode_json
+from rayserve_moe.replay.encoding.gates import scale_in, with_gates
 from rayserve_moe.replay.encoding.index import decode as decode_index
-from rayserve_moe.replay.encoding.index import known_index
 from rayserve_moe.replay.encoding.ranges import label_ranges, labels_of, missing_ranges, presence, routing_until
 from rayserve_moe.replay.encoding.rollout import decode_rollout, routing_of_rollout
 from rayserve_moe.replay.encoding.wire_rows import from_base64
-from rayserve_moe.requests.records import IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import INDEX, GateScale, IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.row_parts import are_known, known_part, unknown_entries
 
 _ID_BYTES = 4
 
@@ -49,7 +50,7 @@ def decode_answer(answer: Any, layout: RoutingLayout | None = None, *, choice: i
     verified = described(routing.rows, description)
     if isinstance(value, Mapping) and verified.start != routing.start:
         raise ValueError("routed_experts and routed_experts_info start at different positions")
-    return with_index(verified, part)[0]
+    return _with_parts(verified, part)
 
 
 def _from_rollout(body: bytes, layout: RoutingLayout | None, choice: int) -> RoutedExperts:
@@ -59,7 +60,23 @@ def _from_rollout(body: bytes, layout: RoutingLayout | None, choice: int) -> Rou
     if not isinstance(description, Mapping) or not 0 <= choice < len(rows):
         raise ValueError("the rollout holds no routing of this choice")
     _check_model(description, layout)
-    return with_index(routing_of_rollout(rows[choice], description, layout=layout), part)[0]
+    return _with_parts(routing_of_rollout(rows[choice], description, layout=layout), part)
+
+
+def _with_parts(routing: RoutedExperts, part: Mapping) -> RoutedExperts:
+    """Return the routing with the index rows and gates of a choice, if it has them."""
+    return with_gates_of(with_index(routing, part)[0], part)[0]
+
+
+def with_gates_of(routing: RoutedExperts, part: Mapping) -> tuple[RoutedExperts, GateScale | None]:
+    """Return the routing with the gates of a choice, and their scale; unchanged, and None, if it has none.
+
+    Raises: ValueError as `with_gates`.
+    """
+    description = _field(part, "router_gates_info")
+    if not isinstance(description, Mapping):
+        return routing, None
+    return with_gates(routing, _field(part, "router_gates"), description), scale_in(description)
 
 
 def with_index(routing: RoutedExperts, part: Mapping) -> tuple[RoutedExperts, IndexLayout | None]:
@@ -75,7 +92,8 @@ def with_index(routing: RoutedExperts, part: Mapping) -> tuple[RoutedExperts, In
     first = routing.start - start if type(start) is int else -1
     if first < 0 or len(packed) < first + len(routing.rows):
         raise ValueError("indexer_topk does not have the positions of routed_experts")
-    return replace(routing, index=packed[first : first + len(routing.rows)]), layout
+    index = packed[first : first + len(routing.rows)]
+    return replace(routing, parts={**routing.parts, INDEX: index}), layout
 
 
 def _choice_of(answer: Any, choice: int) -> Mapping:
@@ -155,7 +173,7 @@ def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False
     like = turns[0].rows
     rows, present = np.zeros((end - start, *like.shape[1:]), like.dtype), np.zeros(end - start, np.bool_)
     source, version = np.full((2, end - start), "", object)
-    index = np.full(end - start, None, object)
+    parts: dict[str, np.ndarray] = {}
     reached = start
     for turn in turns:
         _check_fits(turn, like, start, reached)
@@ -165,8 +183,9 @@ def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False
         fresh = given & ~present[here]
         first_seen = np.arange(turn.start, turn.start + len(turn.rows)) >= reached
         rows[here][fresh] = turn.rows[fresh]
-        if turn.index is not None:
-            index[here] = _joined_index(turn, index[here], known_index(turn))
+        for name in turn.parts:
+            values = parts.setdefault(name, unknown_entries(turn.parts[name], end - start))
+            _join_part(turn, name, values[here])
         present[here] |= fresh
         for labels, ranges in ((source, turn.source), (version, turn.weight_version)):
             labelled = fresh | first_seen
@@ -178,17 +197,22 @@ def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False
         missing_ranges(present, start),
         label_ranges(source, start),
         label_ranges(version, start),
-        None if all(turn.index is None for turn in turns) else index,
+        parts,
     )
 
 
-def _joined_index(turn: RoutedExperts, before: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Return the packed index rows of earlier turns, else those of `turn`. Raises ValueError if two differ."""
-    is_known = np.array([row is not None for row in before], np.bool_)
-    for place in np.flatnonzero(is_known).tolist():
-        if given[place] is not None and given[place] != before[place]:
+def _join_part(turn: RoutedExperts, name: str, values: np.ndarray) -> None:
+    """Add the entries of a turn to those of earlier turns at its positions; earlier entries count.
+
+    Gates that were computed twice may differ in their last bits. Raises ValueError if index rows differ.
+    """
+    given = known_part(turn, name)
+    assert given is not None, "a part of the turn"
+    is_known, is_given = are_known(values), are_known(given)
+    for place in np.flatnonzero(is_known & is_given).tolist() if name == INDEX else ():
+        if given[place] != values[place]:
             raise ValueError(f"two turns disagree on the index row of position {turn.start + place}")
-    return np.where(is_known, before, given)
+    values[~is_known] = given[~is_known]
 
 
 def _check_fits(turn: RoutedExperts, like: np.ndarray, start: int, reached: int) -> None:

@@ -90,7 +90,8 @@ async def respond(
             return to_json(answer)
         header = {"answers": answer} if isinstance(answer, list) else answer
         compress = container == ROLLOUT_ZSTD_MEDIA_TYPE
-        return encode_rollout(header, writer.routing.raw_rows, compress=compress, to_json=to_json)
+        routing = writer.routing
+        return encode_rollout(header, routing.raw_rows, arrays=routing.arrays, compress=compress, to_json=to_json)
 
     try:
         results = await while_connected(request.receive, streams.results())

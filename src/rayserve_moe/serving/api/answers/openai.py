@@ -42,11 +42,11 @@ class OpenAIWriter(Writer):
             self._evidence = EvidenceWriter(body, card=self._card, tokenizer=self._tokenizer, streams=streams)
         self._started: set[int] = set()
         self.routing = RoutingWriter(
-            self._card.routing,
+            self._card,
             body.routed_experts_format,
             shares_prompt_rows=body.routed_experts_format == "nested",
             request_of_choice=request_of_choice,
-            index=(self._card.index, body.indexer_topk_format),
+            index_form=body.indexer_topk_format,
         )
         self._role, self._parts = "", None
         if isinstance(body, ChatBody):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayserve_moe.answers.native import index_fields
+from rayserve_moe.answers.native import gate_fields, index_fields
 from rayserve_moe.replay.encoding import (
     DIALECTS,
     encode_nested,
@@ -15,14 +15,15 @@ from rayserve_moe.replay.encoding import (
     routing_from,
     routing_until,
 )
+from rayserve_moe.replay.encoding.gates import gates_of
 from rayserve_moe.replay.encoding.ranges import labels_of, presence
-from rayserve_moe.requests.records import GenerationRequest, IndexLayout, RoutedExperts, RoutingLayout
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RoutedExperts
 from rayserve_moe.requests.results import ChoiceResult
 
 
 class RoutingWriter:
-    """Writer of the rows of an HTTP request's choices: routing in a dialect, a name of `DIALECTS` or `binary`, and
-    index rows in the layout and form of `index`.
+    """Writer of the rows of an HTTP request's choices: routing in a dialect, a name of `DIALECTS` or `binary`, with
+    gates, and index rows in a form of `replay.encoding.index`.
 
     `shares_prompt_rows` sends the rows of a prompt with a single choice, if the dialect supports that. `raw_rows`
     collects the binary dialect's rows, in the order of the written choices.
@@ -30,20 +31,30 @@ class RoutingWriter:
 
     def __init__(
         self,
-        layout: RoutingLayout,
+        card: ModelCard,
         dialect: str,
         *,
         request_of_choice: Sequence[GenerationRequest],
-        index: tuple[IndexLayout | None, str] = (None, "sglang"),
+        index_form: str = "sglang",
         shares_prompt_rows: bool = False,
     ) -> None:
         self.dialect = dialect
         self.raw_rows: list[np.ndarray] = []
-        self._layout, self._shares_prompt_rows = layout, shares_prompt_rows
-        self._index_layout, self._index_form = index
+        self._arrays: dict[int, dict[str, np.ndarray]] = {}
+        self._card, self._layout, self._shares_prompt_rows = card, card.routing, shares_prompt_rows
+        self._index_form = index_form
         self._request_of_choice = request_of_choice
         self._choice_with_prompt: dict[str, int] = {}
         self._prompt_rows: dict[str, RoutedExperts] = {}
+
+    @property
+    def arrays(self) -> list[dict[str, np.ndarray]]:
+        """Return the other arrays of each choice in the binary dialect."""
+        return [self._arrays.get(choice, {}) for choice in range(len(self._request_of_choice))]
+
+    def arrays_of(self, choice: int) -> dict[str, np.ndarray] | None:
+        """Return the other arrays of a choice, to which its writers add; None except in the binary dialect."""
+        return self._arrays.setdefault(choice, {}) if self.dialect == "binary" else None
 
     def fields(self, choice: int, delta: ChoiceResult) -> dict:
         """Return `routed_experts` with `routed_experts_info`, both None if no row is known.
@@ -61,12 +72,13 @@ class RoutingWriter:
         if self.dialect == "binary":
             return self._describe_raw(choice, wanted)
         if wanted is None:
-            return {"routed_experts": None, "routed_experts_info": None}
+            return {"routed_experts": None, "routed_experts_info": None, **gate_fields(request, None, card=self._card)}
         if self.dialect == "nested":
             values = self._nested(choice, wanted)
         else:
             values = {"routed_experts": DIALECTS[self.dialect].encode(wanted, self._layout)}
-        return {**values, "routed_experts_info": routed_experts_info(wanted, self._layout)}
+        gates = gate_fields(request, wanted, card=self._card)
+        return {**values, "routed_experts_info": routed_experts_info(wanted, self._layout), **gates}
 
     def sglang_fields(self, choice: int, delta: ChoiceResult) -> dict:
         """Return the fields of routing and of index rows as in `meta_info`, with the position of the first row."""
@@ -79,7 +91,7 @@ class RoutingWriter:
     def index_fields(self, choice: int, delta: ChoiceResult) -> dict:
         """Return `indexer_topk` with its description; empty unless index rows are requested."""
         request = self._request_of_choice[choice]
-        return index_fields(request, delta, layout=self._index_layout, form=self._index_form)
+        return index_fields(request, delta, layout=self._card.index, form=self._index_form)
 
     def _nested(self, choice: int, routing: RoutedExperts) -> dict:
         prompt_len = len(self._request_of_choice[choice].prompt_ids)
@@ -89,13 +101,15 @@ class RoutingWriter:
         return {"prompt_routed_experts": prompt, "routed_experts": generated}
 
     def _describe_raw(self, choice: int, routing: RoutedExperts | None) -> dict:
+        request = self._request_of_choice[choice]
         if routing is None:
             self.raw_rows.append(np.zeros((0, *self._layout.row_shape), self._layout.dtype))
-            return {"routed_experts_info": None}
+            return {"routed_experts_info": None, **gate_fields(request, None, card=self._card)}
         if not self._holds_prompt(choice, routing) and self._agrees_on_prompt(choice, routing):
-            routing = routing_from(routing, len(self._request_of_choice[choice].prompt_ids))
+            routing = routing_from(routing, len(request.prompt_ids))
         self.raw_rows.append(rollout_rows(routing, self._layout))
-        return {"routed_experts_info": routed_experts_info(routing, self._layout)}
+        gates = gate_fields(request, routing, card=self._card, arrays=self.arrays_of(choice))
+        return {"routed_experts_info": routed_experts_info(routing, self._layout), **gates}
 
     def _holds_prompt(self, choice: int, routing: RoutedExperts) -> bool:
         """Return True if this choice holds the prompt's rows: every choice, or the first that has all of them."""
@@ -120,4 +134,5 @@ class RoutingWriter:
             is_known.any()
             and (ours == theirs)[is_known].all()
             and np.array_equal(own.rows[is_known], sent.rows[is_known])
+            and np.array_equal(gates_of(own)[is_known], gates_of(sent)[is_known], equal_nan=True)
         )

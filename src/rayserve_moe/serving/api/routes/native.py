@@ -49,11 +49,11 @@ def native_router(state: ApiState) -> APIRouter:
             requests = await _requests(state, body, request)
         streams = await open_streams(state, requests, param_names=names, asking=asking_of(request.scope))
         routing = RoutingWriter(
-            state.card.routing,
+            state.card,
             "binary" if container else body.routed_experts_format,
             shares_prompt_rows=container is not None,
             request_of_choice=streams.request_of_choice,
-            index=(state.card.index, body.indexer_topk_format),
+            index_form=body.indexer_topk_format,
         )
         writer = NativeWriter(state, body, streams=streams, routing=routing)
         return await respond(state, request, streams=streams, writer=writer, stream=body.stream, container=container)
@@ -113,6 +113,7 @@ class NativeWriter(Writer):
             e2e_latency_s=self._streams.elapsed_s[choice],
             return_logprob=self._scored[request.request_id],
             token_text=self._token_text,
+            arrays=self.routing.arrays_of(choice),
         )
         answer["meta_info"] |= self.routing.sglang_fields(choice, delta)
         if self._body.return_prompt_token_ids:

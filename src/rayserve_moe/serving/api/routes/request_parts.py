@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from starlette.requests import Request
 
-from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_index
+from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_gates, decode_each_forced_index
 from rayserve_moe.requests.records import ModelCard, RoutedExperts
 from rayserve_moe.serving.api.answers.request_streams import refusals_named
 from rayserve_moe.serving.api.schemas.field_types import RoutingFields
@@ -22,7 +22,7 @@ from rayserve_moe.serving.middleware.admission import INLINE_BYTES
 from rayserve_moe.text.tokenizer import TextTooLongError
 from rayserve_moe.text.truncation import Truncation, truncation_to
 
-FORCED, FORCED_INDEX = "forced_routed_experts", "forced_indexer_topk"
+FORCED, FORCED_INDEX, FORCED_GATES = "forced_routed_experts", "forced_indexer_topk", "forced_router_gates"
 _BYTES_PER_ID = 8
 
 
@@ -138,7 +138,7 @@ def _too_long(card: ModelCard, param: str) -> ApiError:
 async def forced_rows_of(
     state: ApiState, body: RoutingFields, *, prompts: Sequence[np.ndarray], is_batch: bool
 ) -> list[RoutedExperts | None]:
-    """Decode the routing and the index rows to replay in every prompt, off the event loop.
+    """Decode the routing, index rows and gates to replay in every prompt, off the event loop.
 
     A batch has a list with an entry per prompt.
     """
@@ -151,6 +151,9 @@ async def forced_rows_of(
     if index is not None:
         decode = partial(decode_each_forced_index, index, forced, layout=state.card.index, is_batch=is_batch)
         forced = await _decoded(state, decode, FORCED_INDEX)
+    if (gates := body.forced_router_gates) is not None:
+        decode = partial(decode_each_forced_gates, gates, forced, is_batch=is_batch)
+        forced = await _decoded(state, decode, FORCED_GATES)
     return forced
 
 

@@ -108,11 +108,11 @@ def _routing_writer(
     if dialect == "packed" and dtype:
         dialect = f"packed-{dtype}"
     return RoutingWriter(
-        state.card.routing,
+        state.card,
         dialect,
         shares_prompt_rows=dialect in ("binary", "nested"),
         request_of_choice=request_of_choice,
-        index=(state.card.index, body.indexer_topk_format),
+        index_form=body.indexer_topk_format,
     )
 
 

@@ -87,6 +87,7 @@ class RoutingFields(RequestBody):
     stream_routed_experts: bool = False
     forced_routed_experts: ForcedRouting = None
     forced_indexer_topk: ForcedRouting = None
+    forced_router_gates: ForcedRouting = None
     indexer_topk_format: Literal["sglang", "packed"] = "sglang"
 
     @model_validator(mode="after")

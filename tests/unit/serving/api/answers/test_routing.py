@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from rayserve_moe.requests.finish_reason import FinishReason
-from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RoutedExperts, RoutingLayout, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api.answers.routing import RoutingWriter
 
 LAYOUT = RoutingLayout(num_hidden_layers=2, layer_ids=(0, 1), num_experts=8, top_k=2)
+CARD = ModelCard("", 64, 64, (), LAYOUT, returns_routing=True)
 REQUEST = GenerationRequest("one", np.arange(4, dtype=np.int32), SamplingParams(n=2), return_routed_experts=True)
 FIRST = RoutedExperts(
     np.arange(6 * 4).reshape(6, 2, 2).astype(np.uint8) % 8, weight_version=((0, 6, "a"),), source=((0, 6, "computed"),)
@@ -22,7 +23,7 @@ OTHER_TAIL = np.concatenate([FIRST.rows[:4], 7 - FIRST.rows[4:]])
 
 
 def rows_told_of(second: RoutedExperts) -> list[int]:
-    writer = RoutingWriter(LAYOUT, "binary", shares_prompt_rows=True, request_of_choice=[REQUEST] * 2)
+    writer = RoutingWriter(CARD, "binary", shares_prompt_rows=True, request_of_choice=[REQUEST] * 2)
     results = [ChoiceResult(finish=FinishReason("length"), routing=routing) for routing in (FIRST, second)]
     told = [writer.fields(choice, result)["routed_experts_info"] for choice, result in enumerate(results)]
     assert [info["start"] + info["shape"][0] for info in told] == [6, 6]
