@@ -20,6 +20,7 @@ from rayserve_moe.rollouts.alignment import served_layout
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 
+MOST_TRIES = 3
 _Result = TypeVar("_Result")
 
 
@@ -82,10 +83,18 @@ class TunixSampling:
     def sample(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]:
         """Return the samples of each request. Raises RuntimeError if a prompt has none."""
         asked = [self._requested(request, index) for request in requests for index in range(request.count)]
-        answers = iter(self._run(self._sampler.sample(asked)))
-        return [
-            [self._rollout(request, index, next(answers)) for index in range(request.count)] for request in requests
-        ]
+        answers = iter(self._run(self._answers(asked)))
+        return [[self._rollout(each, index, next(answers)) for index in range(each.count)] for each in requests]
+
+    async def _answers(self, requests: Sequence[SimpleNamespace]) -> list[SamplingResponse]:
+        """Return the answers to requests; those that may succeed later are sent again."""
+        answers = await self._sampler.sample(requests)
+        for _ in range(MOST_TRIES):
+            failed = [place for place, answer in enumerate(answers) if answer.error and answer.error.retryable]
+            again = await self._sampler.sample([requests[place] for place in failed])
+            for place, answer in zip(failed, again, strict=True):
+                answers[place] = answer
+        return answers
 
     def _requested(self, request: SampleRequest, index: int) -> SimpleNamespace:
         """Return a `SamplingRequest` of tunix for one sample."""

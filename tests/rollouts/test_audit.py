@@ -68,6 +68,17 @@ def test_wrong_samples_are_named(url: str, sampled: list[Rollout], tmp_path: Pat
     assert main(["audit", str(shards), "--server", url, "--max-samples", "1"]) == 0
 
 
+def test_masks_of_shards_are_audited(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    sampling = {"max_new_tokens": 12, "ignore_eos": True, "top_k": 20}
+    request = SampleRequest("p", list(range(20, 40)), sampling, seed=1, count=2, returns_mask=True)
+    with BlockingRolloutClient(url, api_key=KEY) as client:
+        first, second = client.generate([request])[0]
+    assert main(["audit", str(written(tmp_path / "right", [first, second])), "--server", url]) == 0
+    wrong = replace(first, sampling_mask=second.sampling_mask)
+    assert main(["audit", str(written(tmp_path / "wrong", [wrong])), "--server", url]) == 1
+    assert "p sample 0: wrong mask at token" in capsys.readouterr().out
+
+
 def test_log_probs_of_another_temperature_are_left_out(
     url: str, sampled: list[Rollout], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -103,6 +103,8 @@ def sample_body(rollouts: Rollouts, sample: int, layout: RoutingLayout, *, with_
     }
     if with_logprobs:
         body["logprobs"] = rollouts.logprobs[sample].tolist()
+    if (mask := rollouts.sampling_mask(sample)) is not None:
+        body["sampling_mask"] = mask.tolist()
     if routing.index is not None:
         body["forced_indexer_topk"] = _index_of(rollouts, sample, routing)
     return body

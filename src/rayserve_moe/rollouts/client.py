@@ -33,6 +33,8 @@ from rayserve_moe.rollouts.weights import (
 
 REQUEST_TIMEOUT_S = 1800.0
 CONNECT_TIMEOUT_S = 30.0
+IDLE_S = 2.0
+"""Idle connections are closed after this time, before servers close them (uvicorn: after 5 s)."""
 CALL_PROMPTS = 32
 """Maximum prompts per call if all are awaited anyway: a call costs as much as a short sample."""
 _TRANSIENT = frozenset({404, 408, 425, 429, 502, 503, 504})
@@ -61,7 +63,7 @@ class RolloutClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         return self
 

@@ -21,7 +21,8 @@ from rayserve_moe.rollouts.shards import ROLLOUTS, ShardError, altered_shards, s
 ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
 _BATCH = 16
 """Samples that are decoded at a time."""
-_COLUMNS = [name for name in SCHEMA.names if not name.startswith(("index_", "sparse_layer_ids"))]
+_COLUMNS = ["prompt_ids", "output_ids", "logprobs", "prompt_fields", "weight_version"]
+_COLUMNS += [name for name in SCHEMA.names if name.startswith("routing")]
 
 
 @dataclass(frozen=True)
