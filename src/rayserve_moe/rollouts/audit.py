@@ -1,8 +1,9 @@
-"""The work of `rayserve-moe audit`: samples of a rollout sent to `/audit`, and the verdicts."""
+"""The work of `rayserve-moe audit`: samples of a rollout sent to `/audit`, the verdicts, and a chart of them."""
 
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import sys
 import time
@@ -18,7 +19,6 @@ from rayserve_moe.replay.encoding import DIALECTS, encode_index
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.alignment import served_layout
 from rayserve_moe.rollouts.answers import Faulty, Unavailable, Unusable
-from rayserve_moe.rollouts.audit_chart import chart
 from rayserve_moe.rollouts.client import BlockingRolloutClient
 from rayserve_moe.rollouts.records import Rollouts, index_layout_of, load
 
@@ -33,6 +33,12 @@ _CHANGES_LOGPROBS = {
 """Sampling parameters with the value under which log-probs of samples are the model's own."""
 _MAX_LINES = 20
 """Failing samples that are printed."""
+_NUM_BINS = 40
+_CELL = (18, 14)
+"""Width and height of a cell."""
+_LEFT, _TOP = 60, 60
+_STYLE = "font-family:system-ui,sans-serif;font-size:12px"
+_LIGHT, _DARK = np.array([247, 247, 247]), np.array([178, 24, 43])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -177,6 +183,55 @@ def _place(entry: Mapping[str, Any]) -> str:
     if entry["first_mask"] is not None:
         return f" at token {entry['first_mask']}"
     return f" from token {entry['first_logprob']}, by at most {entry['max_logprob_difference']} nats"
+
+
+def chart(entries: Sequence[Mapping[str, Any]], *, layer_ids: Sequence[int], verdicts: Mapping[str, int]) -> str:
+    """Return an SVG document with a cell per MoE layer and part of the samples, dark where most decisions differ."""
+    counts = counts_of(entries, layer_ids=layer_ids)
+    width, height = _LEFT + _NUM_BINS * _CELL[0] + 20, _TOP + len(layer_ids) * _CELL[1] + 40
+    title = "Differing decisions: " + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+    largest = counts.max(initial=0) or 1
+    cells = [
+        f'<rect x="{_LEFT + column * _CELL[0]}" y="{_TOP + row * _CELL[1]}" width="{_CELL[0]}" height="{_CELL[1]}" '
+        f'fill="{_colour(counts[row, column] / largest)}"><title>layer {layer}: {counts[row, column]}</title></rect>'
+        for row, layer in enumerate(layer_ids)
+        for column in range(_NUM_BINS)
+    ]
+    labels = [
+        f'<text x="{_LEFT - 8}" y="{_TOP + row * _CELL[1] + 11}" text-anchor="end" fill="#555">{layer}</text>'
+        for row, layer in enumerate(layer_ids)
+    ]
+    bottom = _TOP + len(layer_ids) * _CELL[1] + 20
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" style="{_STYLE}" role="img">',
+            f"<title>{html.escape(title)}</title>",
+            f'<rect width="{width}" height="{height}" fill="#fff"/>',
+            f'<text x="{_LEFT}" y="28" font-size="15" fill="#111">{html.escape(title)}</text>',
+            f'<text x="{_LEFT}" y="{_TOP - 10}" fill="#555">layer by part of the sample; {largest} at most</text>',
+            *labels,
+            *cells,
+            f'<text x="{_LEFT}" y="{bottom}" fill="#555">first token</text>',
+            f'<text x="{width - 20}" y="{bottom}" text-anchor="end" fill="#555">last token</text>',
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def counts_of(entries: Sequence[Mapping[str, Any]], *, layer_ids: Sequence[int]) -> np.ndarray:
+    """Return the differing decisions that reports list, int [MoE layers, parts of a sample]."""
+    counts = np.zeros((len(layer_ids), _NUM_BINS), np.int64)
+    row_of = {layer: row for row, layer in enumerate(layer_ids)}
+    for entry in entries:
+        for token, layer in entry["places"]:
+            counts[row_of[layer], token * _NUM_BINS // entry["num_tokens"]] += 1
+    return counts
+
+
+def _colour(share: float) -> str:
+    red, green, blue = (_LIGHT + (_DARK - _LIGHT) * share).round().astype(int)
+    return f"#{red:02x}{green:02x}{blue:02x}"
 
 
 def _write(file: Path, text: str, *, option: str) -> None:
