@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.figures import paired_ratio, rate, speed_ratio, spread
 from benchmarks.markdown import markdown_table
+from rayserve_moe.replay.audit import PASSING
 
 READING_TITLES = {
     "routing": "shards, routing alone",
@@ -33,6 +34,37 @@ def rollout_reading(measured: Mapping[str, Any]) -> str:
     tokens, layers, top_k = measured["rows"]
     title = f"{measured['rollouts']:,} rollouts x {tokens} tokens x {layers} layers x top {top_k}"
     return markdown_table([title, "files, MB", "s", "least", "greatest", "JSON / this"], rows)
+
+
+AUDIT_TITLES = {
+    "native": "the server that sampled: bfloat16, native",
+    "bfloat16": "bfloat16 by XLA",
+    "float32": "float32 by XLA",
+}
+
+
+def audit(measured: Mapping[str, Any]) -> str:
+    """Verdicts about right samples by each auditor with its seconds, and where planted faults were found."""
+    rows = [
+        [
+            AUDIT_TITLES[side],
+            f"{1 - sum(each['verdicts'].get(name, 0) for name in PASSING) / measured['samples']:.2%}",
+            f"{each['differing'] / each['decisions']:.3%}",
+            f"{each['max_logprob_difference']:.1e}",
+            f"{1000 * each['seconds']['audit'] / each['tokens']:.2f}",
+            f"{each['seconds']['audit'] / each['seconds']['scores']:.2f}",
+        ]
+        for side, each in measured["sides"].items()
+    ]
+    tokens = next(iter(measured["sides"].values()))["tokens"]
+    heads = ["failing", "decisions that differ", "log-probs, at most", "s / 1,000 tokens", "/ plain scores"]
+    faults = [[name, each["samples"], each["failing"], each["located"]] for name, each in measured["faults"].items()]
+    return "\n\n".join(
+        [
+            markdown_table([f"{measured['samples']:,} right samples, {tokens:,} tokens", *heads], rows),
+            markdown_table(["planted fault", "samples", "failing", "found at its token and layer"], faults),
+        ]
+    )
 
 
 def rollout_job(measured: Mapping[str, Any]) -> str:

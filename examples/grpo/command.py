@@ -2,6 +2,7 @@
 
     pip install -e '.[grpo]'
     python -m examples.grpo --out DIRECTORY [--task chain] [--steps 60] [--asynchronous [--partial]] [--dtype float32]
+    python -m examples.grpo --out DIRECTORY --tunix
     python -m examples.grpo --out DIRECTORY --model hybrid
     python -m examples.grpo --out DIRECTORY --ablation [--seeds 5]
     python -m examples.grpo --out DIRECTORY --kl-law RUN ...
@@ -14,6 +15,8 @@ and the weights at the end as a checkpoint, `policy`.
 
 With `--model hybrid` the policy is a calculator with gated delta layers (Qwen3.5). It is trained first, in some
 minutes, unless the cache has it. Name the model for `--ablation` and `--kl-law` as well.
+
+With `--tunix` samples and weights pass through the adapter of tunix' `Sampler` protocol; a lost server ends the run.
 
 With `--ablation` each arm of `arms.ARMS` runs with each seed: what replay changes, beside controls that replay wrong
 rows. DIRECTORY gets ablation.md, ablation.png and ablation.svg.
@@ -53,6 +56,7 @@ from examples.grpo.settings import (
 )
 from examples.grpo.tasks import GRPO_TASKS
 from examples.grpo.trainer import compile_programs
+from examples.grpo.tunix import TunixSampling
 from rayserve_moe.config.load import default_cache_directory
 
 
@@ -94,10 +98,12 @@ def train() -> int:
     )
     started = time.perf_counter()
     serving = server_settings(settings, model=model)
-    with Sampler(lambda: GrpoServer(serving, out, cores=server_cores)) as sampler:
-        if options.kl_law:
-            print(run_law(sampler, options.kl_law, architecture, out=out))
-            return 0
+    server = Sampler(lambda: GrpoServer(serving, out, cores=server_cores))
+    if options.kl_law:
+        with server:
+            print(run_law(server, options.kl_law, architecture, out=out))
+        return 0
+    with TunixSampling(server) if settings.tunix else server as sampler:
         evaluate = evaluation(architecture, settings.task)
         parts = Parts(sampler, programs, evaluate, architecture, read_params(model, architecture))
         if options.ablation:
@@ -147,6 +153,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--max-kl", type=float, default=default.max_kl, help="of a batch under replay, or it is refused")
     add("--asynchronous", action="store_true", help="draw the next samples while the trainer works")
     add("--partial", action="store_true", help="of an asynchronous run: push weights under samples, which go on")
+    add("--tunix", action="store_true", help="sample and push by tunix' `Sampler` protocol")
     add("--one-core-each", action="store_true", help="hold server and trainer to a core each, to compare loops (Linux)")
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--ablation", action="store_true", help="run all arms, each with every seed")

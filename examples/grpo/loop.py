@@ -18,7 +18,7 @@ from examples.grpo import checkpoints
 from examples.grpo.evaluation import Evaluation
 from examples.grpo.model import Architecture, Params, checkpoint_tensors
 from examples.grpo.probe import probe
-from examples.grpo.sampler import Sampled, Sampler, sample_step
+from examples.grpo.sampler import RunSampler, Sampled, sample_step
 from examples.grpo.settings import GrpoSettings
 from examples.grpo.trainer import Programs, TrainerState
 from examples.grpo.update import update
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 class Parts:
     """What a run works with, which several runs of one kind can share."""
 
-    sampler: Sampler
+    sampler: RunSampler
     programs: Programs
     evaluate: Evaluation
     architecture: Architecture

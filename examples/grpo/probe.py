@@ -11,7 +11,7 @@ import numpy as np
 
 from examples.grpo.batch import Batch, batch_of
 from examples.grpo.model import Params
-from examples.grpo.sampler import Sampler
+from examples.grpo.sampler import RunSampler
 from examples.grpo.tasks import probe_prompts
 from examples.grpo.trainer import Programs, scores_of
 from rayserve_moe.replay.encoding.description import described_layout
@@ -26,7 +26,7 @@ LISTED = 128
 """Ids whose log-probs a server gives with one answer, at most."""
 
 
-def probe_rollouts(sampler: Sampler) -> list[Rollout]:
+def probe_rollouts(sampler: RunSampler) -> list[Rollout]:
     """Sample the probe set."""
     return [rollout for group in sampler.sample(probe_requests()) for rollout in group]
 
@@ -47,7 +47,7 @@ class ProbeAnswers(NamedTuple):
     logprobs: list[np.ndarray]
 
 
-def probe_answers(sampler: Sampler) -> ProbeAnswers:
+def probe_answers(sampler: RunSampler) -> ProbeAnswers:
     """Sample the probe set as `probe_rollouts` does, with how likely the server found every other token.
 
     It says so of LISTED ids at once, so that the set is sampled several times. What was not computed alike each time is
@@ -98,7 +98,7 @@ def _listed(answer: dict[str, Any]) -> np.ndarray:
     return np.array([[entry[0] for entry in of_token] for of_token in answer["meta_info"]["output_token_ids_logprobs"]])
 
 
-def probe(sampler: Sampler, programs: Programs, params: Params) -> dict[str, float]:
+def probe(sampler: RunSampler, programs: Programs, params: Params) -> dict[str, float]:
     """Distances of `params`, which the server serves, on the probe set; names as in `distances`."""
     return distances(programs, params, batch_of([[each] for each in probe_rollouts(sampler)], width=WIDTH))
 

@@ -44,6 +44,19 @@ class Sampled(NamedTuple):
     seconds: float
 
 
+class RunSampler(Protocol):
+    """What a run asks for samples and sends its weights to."""
+
+    num_restarts: int
+
+    @property
+    def url(self) -> str: ...
+
+    def serve(self, tensors: dict[str, np.ndarray], *, version: str, under_way: bool = False) -> float: ...
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[list[Rollout]]: ...
+
+
 class Sampler:
     """A context manager around the server of a run, which `start` gives. Calls may come from several threads."""
 
@@ -115,7 +128,7 @@ class Sampler:
                 self._push(client)
 
 
-def sample_step(sampler: Sampler, step: int, settings: GrpoSettings) -> Sampled:
+def sample_step(sampler: RunSampler, step: int, settings: GrpoSettings) -> Sampled:
     """Sample the groups of a step. Its problems and seeds follow from the run's seed and the step alone."""
     started = time.perf_counter()
     problems = problems_of_step(step, settings.prompts, seed=settings.seed, task=settings.task)
@@ -136,7 +149,7 @@ def sample_step(sampler: Sampler, step: int, settings: GrpoSettings) -> Sampled:
     return Sampled(step, episodes, np.array(rewards).reshape(len(problems), -1), seconds)
 
 
-def _take_turn(sampler: Sampler, episodes: list[list[Rollout]], problems: Sequence[Chain], turn: int) -> None:
+def _take_turn(sampler: RunSampler, episodes: list[list[Rollout]], problems: Sequence[Chain], turn: int) -> None:
     """Ask the next question of all episodes that go on; of the routing only rows that are new come back.
 
     The whole conversation is the prompt, the newline too that ended the last answer: its row comes a turn late.

@@ -36,6 +36,8 @@ class GrpoSettings:
     asynchronous: bool = False
     partial: bool = False
     """Of an asynchronous run: weights change under samples, which go on with the new ones."""
+    tunix: bool = False
+    """Sample and send weights by tunix' `Sampler` protocol."""
     dtype: str = "bfloat16"
     """The server's: under bfloat16 the trainer's own routers choose otherwise now and then, which replay is for."""
     max_kl: float = 0.01

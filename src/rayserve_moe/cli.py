@@ -21,6 +21,10 @@ COMMANDS = {
     "bench": ("bench.command", "measure a running server under load"),
     "doctor": ("serving.start.doctor", "report what this machine has for serving"),
     "rollout": ("rollouts.job_options", "sample the prompts of a file into Parquet shards"),
+    "audit": (
+        "rollouts.audit_options",
+        "check samples of a rollout against a server",
+    ),
     "scale": ("serving.start.scale", "change how many replicas an application has"),
     "compile-check": ("tools.check_options", "compile a server's programs for a TPU topology"),
     "plan-experts": ("rollouts.plan_options", "plan where experts lie from the rows of a rollout"),

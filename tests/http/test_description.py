@@ -34,7 +34,7 @@ ROUTES = {
         "/skyrl/v1/generate", "/tokenize", "/detokenize", "/finish_session", "/pause", "/resume", "/abort_requests",
         "/inference/v1/abort_requests", "/update_weights", "/update_weight_version", "/begin_weight_update",
         "/end_weight_update", "/areal_update_weights", "/areal_pause_generation", "/areal_continue_generation",
-        "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/score", "/v1/embeddings",
+        "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/score", "/v1/embeddings", "/audit",
         "/experts/placement", "/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter", *REASONS,
     },

@@ -21,7 +21,11 @@ from tests.support.kernels.native_kernels import IdleReference
 from tests.support.models.core import NUM_PAGES, PAGE_SIZE
 from tests.support.routing.router_reference import RouterReference
 
-SHOWN: dict[str, Any] = {"enable_return_hidden_states": True, "logit_processors": "examples.logit_processors"}
+SHOWN: dict[str, Any] = {
+    "enable_return_hidden_states": True,
+    "enable_audit": True,
+    "logit_processors": "examples.logit_processors",
+}
 ON_TWO_RANKS = Way(step_tokens=64, chunk_tokens=64)
 
 ReferenceFactory = Callable[[Path], RouterReference]

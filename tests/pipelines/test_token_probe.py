@@ -31,7 +31,7 @@ WAYS = {
 
 
 def asking() -> list[GenerationRequest]:
-    """Requests for states and listed log-probs, of one choice and several, without outputs and with."""
+    """Requests for states, listed log-probs and audits, of one choice and several, without outputs and with."""
     generator = np.random.default_rng(11)
     requests = []
     for i, length in enumerate([1, 2, 33, 40, 77, 100]):
@@ -40,7 +40,8 @@ def asking() -> list[GenerationRequest]:
         rows = generator.integers(-1, VOCAB_SIZE, (length - 1, 1 + 40 * (i == 2))).astype(np.int32)[i:]
         if len(rows) and i != 5:
             request = replace(request, listed_in_prompt=ListedInPrompt(i, rows))
-        requests.append(replace(request, return_hidden_states=("last", "all", "all", "all", "", "last")[i]))
+        request = replace(request, return_hidden_states=("last", "all", "all", "all", "", "last")[i])
+        requests.append(replace(request, is_audited=i in (0, 3, 4)))
     return requests
 
 
@@ -73,6 +74,10 @@ def test_they_are_those_of_the_reference(shown: Engine, alone: Outcomes, referen
                 rows = reference.all_logprobs(text)[listed.start : listed.start + len(listed.ids)]
                 expected = np.where(listed.ids < 0, 0, np.take_along_axis(rows, np.maximum(listed.ids, 0), axis=1))
                 np.testing.assert_allclose(found["listed_logprobs"], expected, rtol=0, atol=LOGPROB_TOLERANCE)
+            if request.is_audited:
+                prompt = request.prompt_ids.tolist()
+                np.testing.assert_array_equal(found["native_experts"], reference.rows(prompt)[0])
+                assert (found["expert_ranks"] == shown.card.routing.top_k).all()
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
@@ -87,11 +92,11 @@ def test_they_do_not_depend_on_data_ranks(two_ranks: Engine, alone: Outcomes):
 def test_what_is_looked_at_is_computed_although_it_is_cached(shown: Engine, alone: Outcomes):
     cycle = cycle_for(shown.runner, shown.card, ALONE)
     for request in asking():
-        plain = replace(request, request_id="plain", return_hidden_states="", listed_in_prompt=None)
+        plain = replace(request, request_id="plain", return_hidden_states="", listed_in_prompt=None, is_audited=False)
         run_on(cycle, shown.card, [plain])
         outcomes = run_on(cycle, shown.card, [request])
         assert_all_same(outcomes, {key: alone[key] for key in outcomes})
-        if request.return_hidden_states == "all":
+        if request.return_hidden_states == "all" or request.is_audited:
             assert outcomes[request.request_id, 0].num_cached == 0
     cycle.scheduler.flush()
 

@@ -23,6 +23,7 @@ from examples.grpo.probe import NUM_PROMPTS, NUM_TOKENS, split_by_sample
 from examples.grpo.sampler import Sampler, sample_step
 from examples.grpo.settings import GrpoSettings, server_settings
 from examples.grpo.trainer import compile_programs, scores_of
+from examples.grpo.tunix import TunixSampling
 from examples.grpo.update import scores_by_version
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.model_path import TRAINED
@@ -180,6 +181,18 @@ def test_tokens_of_a_sample_that_spans_an_update_are_those_of_their_own_weights(
     assert (trained.mask_BS == (batch.mask_BS & ~old)).all()
     as_trained = scores_of(programs, run.weights[after], trained).logprobs_BS
     assert kl(as_trained, trained.mask_BS) < 1e-6
+
+
+def test_a_run_over_the_protocol_of_tunix_learns_the_sums(engine, trainer, tmp_path):
+    """The reward rises from a coin's to nearly all, and no batch is further from the server than float32 is."""
+    settings = replace(SETTINGS, steps=24, prompts=24, group=8, tunix=True)
+    with TunixSampling(Sampler(lambda: InProcess(engine))) as sampler:
+        rows = run_to_end(Run(Parts(sampler, *trainer), settings, tmp_path), report=lambda rows: None)
+    rewards = [row["reward"] for row in rows[1:]]
+    assert np.mean(rewards[:3]) < 0.65 and np.mean(rewards[-3:]) > 0.85
+    assert rows[-1]["held_out"] > rows[0]["held_out"] + 0.3
+    assert all(row["kl"] < 1e-6 and row["updated"] for row in rows[1:])
+    assert [row["staleness"] for row in rows[1:]] == [0] * len(rewards)
 
 
 def test_the_server_samples_with_the_weights_that_it_was_sent(sampler, trainer, tmp_path):

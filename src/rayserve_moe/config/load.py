@@ -338,6 +338,8 @@ def _check_selection(settings: Settings) -> None:
     ):
         if is_on and not settings.replay.enabled:
             raise SettingsError(f"{name} needs enable_return_routed_experts: true")
+    if experts.selection == "balanced" and settings.replay.audits:
+        raise SettingsError("enable_audit needs expert_selection replicas_only: balanced experts cannot be forced")
     if experts.selection == "balanced" and settings.replay.enabled:
         raise SettingsError(
             "expert_selection balanced and enable_return_routed_experts exclude each other: which experts a token gets "

@@ -210,6 +210,9 @@ class ReplaySettings:
     shows_hidden: bool = _named(False, "enable_return_hidden_states")
     """Return hidden states from decode steps too: for `return_hidden_states` and `/v1/embeddings`. A token probe
     program is compiled for each step size."""
+    audits: bool = _named(False, "enable_audit")
+    """Accept `/audit`: steps with prompts also compute the routers' own choices beside forced ones, and sketches of
+    the residual stream."""
 
 
 @dataclass(frozen=True)

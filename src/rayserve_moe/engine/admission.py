@@ -99,6 +99,7 @@ def check_request(request: GenerationRequest, card: ModelCard, *, max_tokens: in
         (request.return_hidden_states or request.listed_in_prompt is not None, _check_probe),
         (sampling.processor_arguments, _check_processors),
         (request.forced_routing is not None, _check_forced_routing),
+        (request.is_audited, _check_audited),
     ):
         if is_requested:
             check(request, card)
@@ -219,6 +220,11 @@ def _check_probe(request: GenerationRequest, card: ModelCard) -> None:
         raise RequestError(f"positions must lie in [0, {num_scored}): the last prompt token has no next token", name)
     if ids.shape[1] > MAX_LISTED_IDS or (ids.size and not -1 <= ids.min() <= ids.max() < size):
         raise RequestError(f"a position lists at most {MAX_LISTED_IDS} token ids in [0, {size})", name)
+
+
+def _check_audited(request: GenerationRequest, card: ModelCard) -> None:
+    if not card.audits:
+        raise RequestError("this server records no evidence for audits: start it with enable_audit: true", "is_audited")
 
 
 def _check_forced_routing(request: GenerationRequest, card: ModelCard) -> None:

@@ -86,6 +86,7 @@ def model_card(
         index=_index_of(spec, replay) if replay.shows_index else None,
         gates=_gates_of(spec) if replay.shows_gates else None,
         hidden_size=spec.hidden_size if replay.shows_hidden else 0,
+        audits=replay.audits,
         takes_forced_routing=experts is None or experts.selection != "balanced",
     )
 

@@ -210,6 +210,7 @@ class ServedModel:
             holds_samples=self.settings.structured.enabled,
             draft=self.draft,
             shows_hidden=self.settings.replay.shows_hidden,
+            audits=self.settings.replay.audits,
             processors=self.processors,
         )
 

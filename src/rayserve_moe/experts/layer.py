@@ -14,6 +14,7 @@ import jax
 from rayserve_moe.experts.backends import choose_backend
 from rayserve_moe.experts.balanced_layer import StepCapacity, assign_slots
 from rayserve_moe.experts.config import ExpertConfig
+from rayserve_moe.experts.native_choice import NativeChoice, native_choice
 from rayserve_moe.experts.routing import (
     ExpertScores,
     ForcedExperts,
@@ -34,11 +35,13 @@ class LayerRouting(NamedTuple):
     """Logical ids [T, K] in router order, and a tally [4] if slots have limited capacity.
 
     `gates_TK` float32 multiply the experts' outputs, after normalisation, scale and factors; None if not captured.
+    `native` is the router's own choice beside the ids, if requested.
     """
 
     ids_TK: jax.Array
     tally_4: jax.Array | None
     gates_TK: jax.Array | None = None
+    native: NativeChoice | None = None
 
 
 def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keyword)
@@ -52,17 +55,18 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     maps: PlacementArrays | None = None,
     forced: ForcedExperts | None = None,
     capacity: StepCapacity | None = None,
+    audits: bool = False,
 ) -> tuple[jax.Array, LayerRouting]:
     """Select experts and compute them; return the sums [T, D] and the routing.
 
     Tokens and outputs belong to this device's data rank, and are the same on every device of a tensor group. `layer`
     counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding tokens (not `valid_T`)
     cost no expert product. `forced` replaces the router's selection. `capacity` limits slots; an id of -1 then is an
-    assignment that was not filled.
+    assignment that was not filled. `audits` requests `LayerRouting.native`.
 
     Raises: KeyError if the backend of `config` is unknown.
     """
-    tally_4, routed_TD = None, hidden_TD if router.rows_TD is None else router.rows_TD
+    tally_4, native, routed_TD = None, None, hidden_TD if router.rows_TD is None else router.rows_TD
     if config.limits_capacity:
         assert capacity is not None, "slots of limited capacity need it"
         scores = _scores(routed_TD, router, config)
@@ -70,9 +74,10 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
             slots_TK, ids_TK, gates_TK, tally_4 = assign_slots(
                 scores, valid_T, maps=maps, layer=layer, capacity=capacity, config=config, forced=forced
             )
+        native = native_choice(scores, ids_TK, router=config.router) if audits else None
         maps, config = None, replace(config, slot_choice=CHOSEN_BEFORE)
     else:
-        ids_TK, gates_TK = _select(routed_TD, router, config, forced)
+        ids_TK, gates_TK, native = _select(routed_TD, router, config, forced=forced, audits=audits)
         slots_TK = ids_TK
     if router.factors_E is not None:
         gates_TK = gates_TK * router.factors_E[ids_TK]
@@ -81,7 +86,7 @@ def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keywor
     placed = PlacedExperts(weights, layer, maps)
     backend = choose_backend(tokens, placed, config=config).candidate
     assert backend is not None, "the last candidate takes every call"
-    return backend.run(tokens, placed, config=config), LayerRouting(ids_TK, tally_4, gates_TK)
+    return backend.run(tokens, placed, config=config), LayerRouting(ids_TK, tally_4, gates_TK, native)
 
 
 def router_choice(
@@ -104,18 +109,20 @@ def router_choice(
 
 
 def _select(
-    hidden_TD: jax.Array, router: RouterWeights, config: ExpertConfig, forced: ForcedExperts | None
-) -> tuple[jax.Array, jax.Array]:
+    hidden_TD: jax.Array, router: RouterWeights, config: ExpertConfig, *, forced: ForcedExperts | None, audits: bool
+) -> tuple[jax.Array, jax.Array, NativeChoice | None]:
     """Select experts as `select_top_k`, by a kernel that includes the router if it takes the call."""
     rule = config.router
     choice = router_choice(hidden_TD, router.stacked, config, is_forced=forced is not None)
     if choice.candidate is None:
         scores = _scores(hidden_TD, router, config)
         with jax.named_scope("selection"):
-            return select_top_k(scores, router=rule, forced=forced)
+            ids_TK, gates_TK = select_top_k(scores, router=rule, forced=forced)
+            return ids_TK, gates_TK, native_choice(scores, ids_TK, router=rule) if audits else None
     with jax.named_scope("selection"):
         finish = partial(gates_of, router=rule)
-        return choice.candidate.run(hidden_TD, router.stacked, top_k=rule.top_k, score=rule.score, finish=finish)
+        chosen = choice.candidate.run(hidden_TD, router.stacked, top_k=rule.top_k, score=rule.score, finish=finish)
+        return *chosen, None
 
 
 @jax.named_scope("router")

@@ -56,32 +56,35 @@ class ForcedExperts(NamedTuple):
 class ExpertScores(NamedTuple):
     """The router's scores, which become weights, and the scores that decide the choice; None: the same scores.
 
-    -inf in `choice_TE` marks experts that may not be chosen.
+    -inf in `choice_TE` marks experts that may not be chosen. `lag_TG` is the score that each group lacks to be kept, 0
+    or less for kept groups; None without groups.
     """
 
     scores_TE: jax.Array
     choice_TE: jax.Array | None = None
+    lag_TG: jax.Array | None = None
 
 
 def rank_experts(scores_TE: jax.Array, *, router: RouterSpec, selection_bias_E: jax.Array | None) -> ExpertScores:
     """Add the selection bias (arXiv:2408.15664), then exclude the groups that are not kept."""
     choice_TE = None if selection_bias_E is None else scores_TE + selection_bias_E
     if router.groups_kept < router.num_groups:
-        choice_TE = _within_best_groups(scores_TE if choice_TE is None else choice_TE, router)
+        return _within_best_groups(scores_TE, scores_TE if choice_TE is None else choice_TE, router)
     return ExpertScores(scores_TE, choice_TE)
 
 
-def _within_best_groups(choice_TE: jax.Array, router: RouterSpec) -> jax.Array:
-    """Return scores with -inf outside of each token's best groups, ties to the smaller group.
+def _within_best_groups(scores_TE: jax.Array, choice_TE: jax.Array, router: RouterSpec) -> ExpertScores:
+    """Exclude experts outside of each token's best groups, ties to the smaller group.
 
     A group is as good as its best expert (DeepSeek-V2, arXiv:2405.04434) or its best two (V3, arXiv:2412.19437).
     """
     choice_TGC = choice_TE.reshape(len(choice_TE), router.num_groups, -1)
     num_best = {"max": 1, "top2_sum": 2}[router.group_score]
     best_TG = jnp.sum(jax.lax.top_k(choice_TGC, num_best)[0], axis=-1)
-    _, kept_TK = jax.lax.top_k(best_TG, router.groups_kept)
+    values_TK, kept_TK = jax.lax.top_k(best_TG, router.groups_kept)
     is_kept_TG = jnp.any(kept_TK[..., None] == jnp.arange(router.num_groups), axis=1)
-    return jnp.where(is_kept_TG[..., None], choice_TGC, -jnp.inf).reshape(choice_TE.shape)
+    choice_TE = jnp.where(is_kept_TG[..., None], choice_TGC, -jnp.inf).reshape(choice_TE.shape)
+    return ExpertScores(scores_TE, choice_TE, values_TK[:, -1:] - best_TG)
 
 
 def select_top_k(
@@ -91,7 +94,7 @@ def select_top_k(
 
     Forced tokens take the given experts in the given order, weighted by their scores.
     """
-    scores_TE, choice_TE = scores
+    scores_TE, choice_TE = scores.scores_TE, scores.choice_TE
     if choice_TE is None:
         weights_TK, ids_TK = jax.lax.top_k(scores_TE, router.top_k)
     else:

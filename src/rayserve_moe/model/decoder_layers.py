@@ -39,6 +39,8 @@ class PeriodOutputs(NamedTuple):
     """Routing of each layer with experts."""
     captured: tuple[jax.Array, ...]
     """Captured array of each layer with one (`Mixer.captured`), if requested."""
+    sketches: tuple[jax.Array, ...]
+    """Sketch [T, P] of the residual stream after each layer, if requested."""
 
 
 class LayerPlace(NamedTuple):
@@ -76,7 +78,7 @@ def visit_period(
     captures: Captures = NO_CAPTURES,
 ) -> tuple[LayerCarry, PeriodOutputs]:
     """Compute the next period of a run; return the carry and the outputs of its layers."""
-    routings, captured = [], []
+    routings, captured, sketches = [], [], []
     for index, kind in enumerate(run.period):
         place = _place(run, index, carry.num_done)
         carry, routing = apply_layer(params, carry, kind, place=place, inputs=inputs, config=config)
@@ -84,7 +86,16 @@ def visit_period(
             routings.append(routing if captures.gates else routing._replace(gates_TK=None))
         if captures.index and (name := MIXERS[kind.mixer].captured):
             captured += carry.passed[name]
-    return carry._replace(num_done=carry.num_done + 1), PeriodOutputs(tuple(routings), tuple(captured))
+        if inputs.sketch_DP is not None:
+            sketches.append(sketch_of(carry.hidden_TD + carry.added_TD, inputs.sketch_DP))
+    outputs = PeriodOutputs(tuple(routings), tuple(captured), tuple(sketches))
+    return carry._replace(num_done=carry.num_done + 1), outputs
+
+
+@jax.named_scope("sketch")
+def sketch_of(hidden_TD: jax.Array, sketch_DP: jax.Array) -> jax.Array:
+    """Return the projections of states, float32 [T, P]."""
+    return jnp.dot(hidden_TD.astype(jnp.float32), sketch_DP, precision=jax.lax.Precision.HIGHEST)
 
 
 def _place(run: LayerRun, index: int, num_done: jax.Array) -> LayerPlace:

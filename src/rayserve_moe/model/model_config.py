@@ -92,3 +92,5 @@ class StepInputs(NamedTuple):
     """Forced choices of an index, or None if they cannot be forced."""
     capacity: StepCapacity | None = None
     """Capacity of slots, or None without a limit."""
+    sketch_DP: jax.Array | None = None
+    """Projections of the residual stream, float32, if layers return evidence for audits."""

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from rayserve_moe.experts.balanced_layer import step_capacity
+from rayserve_moe.experts.native_choice import NativeChoice
 from rayserve_moe.experts.routing import count_tokens
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.reference.layers import take_rows
-from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, step_inputs, visit_period
+from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, sketch_of, step_inputs, visit_period
 from rayserve_moe.model.layer_runs import layer_runs
 from rayserve_moe.model.model_config import (
     NO_CAPTURES,
@@ -30,6 +31,15 @@ from rayserve_moe.model.model_config import (
 )
 from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
+
+
+class AuditOutput(NamedTuple):
+    """Evidence about forced tokens: the routers' own choices, and sketches of the residual stream."""
+
+    native: NativeChoice
+    """Choices of all MoE layers: ids [M, T, K], margins and ranks [M, T]."""
+    sketches_LTP: jax.Array
+    """float32, of the input of each layer, then of the output of the last one."""
 
 
 class ForwardOutput(NamedTuple):
@@ -51,6 +61,8 @@ class ForwardOutput(NamedTuple):
     """Positions that each token sees, int32, by layer with an index (`sparse_latent.CHOSEN`), if requested."""
     gates_MTK: jax.Array | None = None
     """Weights of the chosen experts, float32 (`LayerRouting`), if requested."""
+    audit: AuditOutput | None = None
+    """Evidence of an audit, if requested."""
 
 
 def forward(  # noqa: PLR0913 (the options of a call)
@@ -65,6 +77,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
     capacity_factor: jax.Array | None = None,
     asked: tuple[int, ...] = (),
     captures: Captures = NO_CAPTURES,
+    sketch_DP: jax.Array | None = None,
 ) -> ForwardOutput:
     """Run all layers on a device's share; must be called inside the sharded step.
 
@@ -73,7 +86,8 @@ def forward(  # noqa: PLR0913 (the options of a call)
     slot i. Routing is captured in router order, before the mapping to slots. `forced` replaces the routers'
     selection in prefill blocks; balanced selection ignores it. `forced_choices` likewise replace the choices of
     indexes. `capacity_factor` is a float32 scalar if slots have limited capacity. `asked` are layers whose inputs are
-    returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK` and `gates_MTK`.
+    returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK` and `gates_MTK`;
+    projections `sketch_DP` (float32) request `audit`.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
     is_forced = capacity = None
@@ -83,9 +97,15 @@ def forward(  # noqa: PLR0913 (the options of a call)
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     inputs = step_inputs(batch, pools, config)._replace(
-        maps=maps, forced=forced, is_forced=is_forced, capacity=capacity, choices=forced_choices
+        maps=maps,
+        forced=forced,
+        is_forced=is_forced,
+        capacity=capacity,
+        choices=forced_choices,
+        sketch_DP=sketch_DP,
     )
     captured_runs, chosen_runs, entering = [], [], {}
+    sketch_runs = [] if sketch_DP is None else [sketch_of(hidden_TD, sketch_DP)[None]]
     carry = first_carry(hidden_TD, pools, batch, config=config)
     for run in layer_runs(config.spec, asked):
         if run.first in asked:
@@ -95,6 +115,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
         carry, found = jax.lax.scan(lambda carry, _, visit=visit: visit(carry), begin, length=run.length)
         captured_runs += [_in_layer_order(found.routings)] if found.routings else []
         chosen_runs += [_in_layer_order(found.captured)] if found.captured else []
+        sketch_runs += [_in_layer_order(found.sketches)] if found.sketches else []
     hidden_TD = carry.hidden_TD + carry.added_TD
     routing = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *captured_runs)
     with jax.named_scope("routing_capture"):
@@ -105,8 +126,9 @@ def forward(  # noqa: PLR0913 (the options of a call)
     entering[config.spec.num_layers] = hidden_TD
     chosen_ITK = jnp.concatenate(chosen_runs) if chosen_runs else None
     inputs_of = tuple(entering[layer] for layer in asked)
+    audit = AuditOutput(routing.native, jnp.concatenate(sketch_runs)) if sketch_runs else None
     return ForwardOutput(
-        hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK, routing.gates_TK
+        hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK, routing.gates_TK, audit
     )
 
 

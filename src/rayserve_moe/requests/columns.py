@@ -106,6 +106,10 @@ def _num_listed(request: GenerationRequest) -> int | None:
     return None if listed is None else listed.ids.shape[1]
 
 
+def _audited(request: GenerationRequest) -> tuple[int, int] | None:
+    return (0, len(request.prompt_ids)) if request.is_audited else None
+
+
 def _shown(request: GenerationRequest) -> tuple[int, int] | None:
     end = len(request.prompt_ids)
     return {"": None, "all": (0, end), "last": (end - 1, end)}[request.return_hidden_states]
@@ -132,12 +136,21 @@ PROBED_COLUMNS: Mapping[str, ProbedColumn] = {
     "top_logprobs": ProbedColumn(np.float32, _scored, _num_top),
     "listed_logprobs": ProbedColumn(np.float32, _listed, _num_listed),
     "hidden": ProbedColumn(np.float32, _shown, lambda _: MODEL_WIDTH),
+    "native_experts": ProbedColumn(np.int32, _audited, lambda _: MODEL_WIDTH),
+    "expert_margins": ProbedColumn(np.float32, _audited, lambda _: MODEL_WIDTH),
+    "expert_ranks": ProbedColumn(np.int32, _audited, lambda _: MODEL_WIDTH),
+    "sketches": ProbedColumn(np.float32, _audited, lambda _: MODEL_WIDTH),
 }
 """Columns by name: log-prob and rank of the prompt's next token, likeliest tokens at its position with log-probs,
-log-probs of listed ids, and the state after the last layer and its norm.
+log-probs of listed ids, the state after the last layer and its norm, and the columns of an audit: by MoE layer the
+router's own choice, its margin and its rank (`experts.native_choice`), and sketches of the residual stream by layer.
 
 The distribution is the model's own; ranks count from 1, ties to the smaller id.
 """
+
+
+AUDIT_COLUMNS = frozenset({"native_experts", "expert_margins", "expert_ranks", "sketches"})
+"""Columns that a step with prefill blocks computes, if the server audits."""
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,8 @@ class RequestedEvidence:
     """Return the weights of the routed experts."""
     return_draft_tokens: bool = stated(False, FLAG, openai=None, vllm=None)
     """Return which outputs were accepted drafts."""
+    is_audited: bool = False
+    """True if the routers' own choices and sketches are returned at all positions of the prompt."""
 
     @property
     def wants_evidence(self) -> bool:
@@ -334,6 +336,8 @@ class ModelCard:
     path: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
+    audits: bool = False
+    """True if the server was started for audits."""
     logprobs_mode: str = PROCESSED
     max_constraint_bytes: int = MAX_CONSTRAINT_BYTES
     """Maximum bytes of a schema, an expression or a grammar of a request."""

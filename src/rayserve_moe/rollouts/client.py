@@ -33,6 +33,8 @@ from rayserve_moe.rollouts.weights import (
 
 REQUEST_TIMEOUT_S = 1800.0
 CONNECT_TIMEOUT_S = 30.0
+IDLE_S = 2.0
+"""Idle connections are closed after this time, before servers close them (uvicorn: after 5 s)."""
 CALL_PROMPTS = 32
 """Maximum prompts per call if all are awaited anyway: a call costs as much as a short sample."""
 _TRANSIENT = frozenset({404, 408, 425, 429, 502, 503, 504})
@@ -61,7 +63,7 @@ class RolloutClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         return self
 
@@ -194,6 +196,13 @@ class RolloutClient:
         """
         return await self.call("POST", "/experts/placement", body=placement)
 
+    async def audit(self, samples: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """Compare trajectories with what the server computes for them; return the report of `/audit`.
+
+        `samples` and `options` are the fields of its body. Raises Refused with status 409 for other weights.
+        """
+        return await self.call("POST", "/audit", body={"samples": list(samples), **options})
+
     async def flush(self) -> None:
         """Drop all cached prefixes. Raises Refused while requests run."""
         await self.call("POST", "/flush_cache", body={})
@@ -318,6 +327,10 @@ class BlockingRolloutClient:
     def place_experts(self, placement: Mapping[str, Any]) -> dict[str, Any]:
         """Call `RolloutClient.place_experts`."""
         return self._run(self._client.place_experts(placement))
+
+    def audit(self, samples: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """Call `RolloutClient.audit`."""
+        return self._run(self._client.audit(samples, **options))
 
     def flush(self) -> None:
         """Call `RolloutClient.flush`."""

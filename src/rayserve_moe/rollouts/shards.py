@@ -40,6 +40,8 @@ from rayserve_moe.rollouts.schema import (
 ROLLOUTS, ERRORS, DAMAGED = "rollouts", "errors", "damaged"
 _CHECKSUM = re.compile(r"-crc32-([0-9a-f]{8})\.parquet$")
 _BLOCK_BYTES = 1 << 20
+GROUP_BYTES = 8 << 20
+"""Size of row groups, the smallest part of a shard that is read."""
 _SUFFIX, _UNFINISHED = ".parquet", ".unfinished-"
 _COMPRESSION = {name: "NONE" if name in UNCOMPRESSED else "ZSTD" for name in (*SCHEMA.names, *ERRORS_SCHEMA.names)}
 _REPETITIVE = ["weight_version", "finish_reason", "routing_dtype"]
@@ -166,6 +168,7 @@ class RolloutDirectory:
                 file,
                 compression={column: _COMPRESSION[column] for column in table.column_names},
                 use_dictionary=[column for column in _REPETITIVE if column in table.column_names],
+                row_group_size=max(1, table.num_rows * GROUP_BYTES // max(table.nbytes, GROUP_BYTES)),
             ),
             name_of=lambda file: f"{stem}-crc32-{_crc32_of(file):08x}{_SUFFIX}",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import Depends, FastAPI
 
+from rayserve_moe.serving.api.routes.audit import audit_router
 from rayserve_moe.serving.api.routes.messages import messages_router
 from rayserve_moe.serving.api.routes.native import native_router
 from rayserve_moe.serving.api.routes.openai import openai_router
@@ -17,6 +18,7 @@ from rayserve_moe.serving.api.routes.tinker import tinker_router
 from rayserve_moe.serving.api.routes.tokens import token_router
 from rayserve_moe.serving.api.routes.unsupported import unsupported_router
 from rayserve_moe.serving.api.schemas import control
+from rayserve_moe.serving.api.schemas.audit import AuditBody
 from rayserve_moe.serving.api.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.api.schemas.native import GenerateBody
 from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody
@@ -52,6 +54,7 @@ GENERATION = (
     ResponsesBody,
     ScoreBody,
     EmbeddingBody,
+    AuditBody,
     ResumeBody,
 )
 TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
@@ -87,7 +90,7 @@ def create_api(state: ApiState) -> FastAPI:
         )
     # Routes are tried in order: the most frequent ones come first.
     generating = (native_router, openai_router, token_router, messages_router, responses_router)
-    for router in (*generating, scoring_router, resume_router):
+    for router in (*generating, scoring_router, audit_router, resume_router):
         app.include_router(router(state), dependencies=[Depends(state.refuse_requests)])
     others = (model_router, statistics_router, probe_router, text_tokens_router, tinker_router)
     for router in (command_router, tensor_router, *others):

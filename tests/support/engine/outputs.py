@@ -131,7 +131,8 @@ def assert_same_columns(actual: Columns, expected: Columns, *, tolerance: float 
         if isinstance(ours, Ragged):
             assert ours.tolist() == theirs.tolist(), name
         elif np.issubdtype(ours.dtype, np.floating):
-            bound = tolerance * (STATE_TOLERANCE / LOGPROB_TOLERANCE if name == "hidden" else 1.0)
+            is_state = name in ("hidden", "sketches", "expert_margins")
+            bound = tolerance * (STATE_TOLERANCE / LOGPROB_TOLERANCE if is_state else 1.0)
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound, err_msg=name)
         elif name != "ranks":
             np.testing.assert_array_equal(ours, theirs, err_msg=name)

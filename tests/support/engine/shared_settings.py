@@ -15,6 +15,7 @@ MAX_MODEL_LEN = 512
 SERVED: dict[str, Any] = {
     "enable_return_routed_experts": True,
     "enable_return_hidden_states": True,
+    "enable_audit": True,
     "max_running_requests": 8,
     "max_step_tokens": 64,
     "precompile_bs_paddings": [8],

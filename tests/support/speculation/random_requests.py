@@ -37,6 +37,7 @@ SPECULATES: dict[str, Any] = {
     "speculative_num_steps": DRAFTS,
     "structured_output": True,
     "enable_return_hidden_states": True,
+    "enable_audit": True,
     "logit_processors": "examples.logit_processors",
 }
 CONSTRAINTS = (

@@ -181,6 +181,17 @@ def every_section() -> dict:
             "rows": [1000, 8, 2], "rollouts": 10_000, "bytes": {"shards": 2_000_000, "json": 9_000_000},
             "seconds": {"routing": [0.0625], "everything": [0.25], "json": [2.0]},
         },
+        "audit": {
+            "samples": 1000,
+            "sides": {
+                "native": {
+                    "verdicts": {"right": 990, "numerics only": 5, "wrong rows": 5}, "tokens": 20_000,
+                    "decisions": 100_000, "differing": 25, "max_logprob_difference": 0.015625,
+                    "seconds": {"audit": 30.0, "scores": 24.0},
+                }
+            },
+            "faults": {"one expert": {"samples": 200, "failing": 199, "located": 198}},
+        },
         "rollout_job": {
             "prompts": 64, "prompt_len": 32, "n": 4, "new_tokens": 64, "sums": False, "output_tokens": 16_384.0,
             "runs": {"engine": [{"seconds": 15.0}], "replica": [{"seconds": 15.0}], "server": [{"seconds": 16.0}]},
@@ -442,6 +453,11 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("host_us", "2.0 (1.0-3.0)"),
         ("rollout_reading", "32.0 (32.0-32.0)"),
         ("rollout_job", "0.94 (0.94-0.94)"),
+        ("audit", "0.50%"),
+        ("audit", "0.025%"),
+        ("audit", "1.50"),
+        ("audit", "1.25"),
+        ("audit", "199"),
         ("rebalance", "0.50 (0.50-0.50)"),
         ("weight_updates", "3.00 (3.00-3.00)"),
         ("realised_balance", "1.56% (3.12%)"),

@@ -72,7 +72,7 @@ def test_probed_tokens_are_found_among_those_of_all_ranks():
     )
     (run,) = probe_runs(probe, step)
     per_rank = step.shape.num_tokens
-    assert step.num_probed == 3
+    assert len(step.probed_places) == 3
     assert run.places_P[:4].tolist() == [SHAPES[1].num_singles + 1, SHAPES[1].num_singles + 39, per_rank + 3, -1]
     assert run.targets_P[:4].tolist() == [7, 9, 11, -1] and run.listed_PL[:4, :3].tolist() == [[5, 5, -1]] * 3 + [
         [-1] * 3

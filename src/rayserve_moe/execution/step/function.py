@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import jax
@@ -47,6 +48,7 @@ from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.states import entry_states, pool_partitions, token_states
 from rayserve_moe.model.transformer import ForwardOutput, forward, logits_of, words_of
+from rayserve_moe.replay.sketches import sketch_matrix
 
 COUNT_AXES = ROW_AXES = ("data_ranks", None)
 WORD_AXES: tuple[str | None, ...] = (None, "vocabulary")
@@ -84,6 +86,7 @@ def run_step(
             config=config.model,
             asked=config.aux_layers,
             captures=config.captures,
+            audits=config.audits and blocks is not None,
         )
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
         state = replace(state, pools=out.pools, expert_counts_ME=counts_ME)
@@ -116,6 +119,7 @@ def _output(sampled: Sampled, out: ForwardOutput, *, config: StepConfig) -> Step
         None if out.chosen_ITK is None else plan.gather_data_ranks(out.chosen_ITK, dim=1),
         None if out.gates_MTK is None else plan.gather_data_ranks(out.gates_MTK, dim=1),
         tally_N4=tally_N4,
+        audit=jax.tree.map(partial(plan.gather_data_ranks, dim=1), out.audit),
     )
 
 
@@ -168,6 +172,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     forced_choices: ForcedChoices | None = None,
     asked: tuple[int, ...] = (),
     captures: Captures = NO_CAPTURES,
+    audits: bool = False,
 ) -> tuple[ForwardOutput, jax.Array]:
     """Run the forward pass on a device, then return float32 logits [A, V] of `sample_places_S` of all data ranks."""
     out = forward(
@@ -181,6 +186,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
         capacity_factor=weights.capacity_factor,
         asked=asked,
         captures=captures,
+        sketch_DP=jnp.asarray(sketch_matrix(config.spec.hidden_size)) if audits else None,
     )
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
 

@@ -6,7 +6,7 @@ This is the only place that turns plans into device input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -50,8 +50,8 @@ class PackedStep:
     """Forced routing, or None."""
     held: np.ndarray | None = None
     """Inputs of deferred samples, int32 [data ranks, 3, S] (`sample_held`); the vectors then have no samples."""
-    num_probed: int = 0
-    """Number of probed tokens."""
+    probed_places: np.ndarray = field(default_factory=lambda: np.zeros(0, np.intp))
+    """Index of each probed token among the tokens of all ranks."""
     copies: tuple[np.ndarray, ...] = ()
     """Vectors of pages to copy after the step."""
 
@@ -110,7 +110,7 @@ class Packer:
         """Pack the plan's chunks: on each rank single tokens first, then every longer chunk in whole blocks."""
         packed = self._packed(plan, with_changes=with_changes)
         if plan.probe is not None:
-            packed = replace(packed, num_probed=len(plan.probe.tokens))
+            packed = replace(packed, probed_places=packed.token_places[plan.probe.tokens])
         return self._held(plan, packed) if plan.holds_samples else packed
 
     def _packed(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:

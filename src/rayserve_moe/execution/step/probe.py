@@ -25,6 +25,7 @@ from rayserve_moe.execution.step.pytrees import ModelWeights, StepConfig
 from rayserve_moe.model.decoder_layers import norm_rows
 from rayserve_moe.model.transformer import normed_logits, words_of
 from rayserve_moe.parallel.sharding import DATA
+from rayserve_moe.requests.columns import AUDIT_COLUMNS
 from rayserve_moe.requests.fields import MAX_LISTED_IDS, MAX_TOP_LOGPROBS
 from rayserve_moe.scheduling.token_probe import IS_FINITE, NO_ID, TokenProbe
 
@@ -54,7 +55,8 @@ class ProbeRun:
         found = {IS_FINITE: finite_P}
         if "hidden" in self.columns:
             found["hidden"] = normed_PD
-        if set(self.columns) == {"hidden"}:
+        names = {*self.columns} - {"hidden"} - AUDIT_COLUMNS
+        if not names:
             return found
         computed = probe(
             weights,
@@ -63,8 +65,7 @@ class ProbeRun:
             listed_PL=self.listed_PL,
             num_top=np.int32(self.num_top),
         )
-        names = {"logprobs", *self.columns} - {"hidden"}
-        return found | {name: computed[name] for name in sorted(names)}
+        return found | {name: computed[name] for name in sorted({"logprobs"} | names)}
 
 
 def gather_tokens(
@@ -148,7 +149,7 @@ def probe_tokens(
 
 def probe_runs(work: TokenProbe, packed: PackedStep) -> Iterator[ProbeRun]:
     """Yield the runs for the probed tokens of a plan, in their order."""
-    places = packed.token_places[work.tokens]
+    places = packed.probed_places
     for first in range(0, len(places), MAX_PROBED):
         part = slice(first, first + MAX_PROBED)
         listed_PL = np.full((MAX_PROBED, MAX_LISTED_IDS), NO_ID, np.int32)

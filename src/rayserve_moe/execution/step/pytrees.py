@@ -17,6 +17,7 @@ from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.model_config import NO_CAPTURES, Captures, ForcedChoices, ModelConfig, Parameters, Pools
+from rayserve_moe.model.transformer import AuditOutput
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class StepConfig:
     """Logit processors for deferred samples."""
     num_columns: int = 0
     """State values of a row after its page tables."""
+    audits: bool = False
+    """True if steps with prefill blocks return evidence for audits."""
 
     @property
     def max_together(self) -> int:
@@ -169,3 +172,5 @@ class StepOutput:
     """As in `ForwardOutput`, for tokens that are probed; each data rank has its own."""
     probed: tuple[dict[str, jax.Array], ...] | None = None
     """Columns of every run of the probe (`probe_tokens`)."""
+    audit: AuditOutput | None = None
+    """Evidence of an audit, the ranks' tokens concatenated; None if the step returns none."""

@@ -13,8 +13,9 @@ from rayserve_moe.balancing.migration import FailedFetch
 from rayserve_moe.decoding.masks import WORD_BITS
 from rayserve_moe.execution.step.pack import PackedStep
 from rayserve_moe.execution.step.pytrees import StepOutput
+from rayserve_moe.model.transformer import AuditOutput
 from rayserve_moe.replay.index_rows import packed_index
-from rayserve_moe.requests.columns import Columns, Ragged, ragged
+from rayserve_moe.requests.columns import AUDIT_COLUMNS, Columns, Ragged, ragged
 from rayserve_moe.requests.records import GATES, INDEX
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.token_probe import IS_FINITE
@@ -27,6 +28,7 @@ def wanted_outputs(plan: StepPlan) -> frozenset[str]:
         "topk_ids_MTK": plan.wants_routing,
         "chosen_ITK": plan.wants_routing,
         "gates_MTK": plan.wants_routing,
+        "audit": plan.probe is not None and not AUDIT_COLUMNS.isdisjoint(plan.probe.columns),
         "top": "top_ids" in plan.columns,
         "expert_counts_ME": plan.wants_expert_counts,
         "tally_N4": True,
@@ -69,7 +71,7 @@ def step_result(
         pack_s,
         device_s,
         columns=_columns(output.columns, packed.sample_places),
-        probed=_probed(output.probed or (), num_tokens=packed.num_probed),
+        probed=_probed(output.probed or (), output.audit, places=packed.probed_places),
         expert_counts=None if output.expert_counts_ME is None else np.asarray(output.expert_counts_ME),
         tally=None if output.tally_N4 is None else np.asarray(output.tally_N4).sum(axis=0, dtype=np.int64),
         failed_fetch=failed_fetch,
@@ -111,13 +113,26 @@ def _top(top_N2PJ: jax.Array, places: np.ndarray) -> Columns:
     return {"top_ids": ids, "top_logprobs": np.ascontiguousarray(bits).view(np.float32)}
 
 
-def _probed(runs: Sequence[Mapping[str, jax.Array]], *, num_tokens: int) -> Columns:
-    """Join the runs of a probe of `num_tokens` tokens; a token without a finite log-prob is not finite."""
+def _probed(runs: Sequence[Mapping[str, jax.Array]], audit: AuditOutput | None, *, places: np.ndarray) -> Columns:
+    """Join the runs of a probe of the tokens at `places`; a token without a finite log-prob is not finite."""
     if not runs:
         return {}
-    columns = {name: np.concatenate([np.asarray(run[name]) for run in runs])[:num_tokens] for name in runs[0]}
+    columns = {name: np.concatenate([np.asarray(run[name]) for run in runs])[: len(places)] for name in runs[0]}
+    if audit is not None:
+        columns |= _audited(audit, places)
     if "hidden" in columns:
         columns["hidden"] = columns["hidden"].astype(np.float32)
     if "logprobs" in columns:
         columns[IS_FINITE] = columns[IS_FINITE] & np.isfinite(columns["logprobs"])
     return dict(columns)
+
+
+def _audited(audit: AuditOutput, places: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns of an audit for the tokens at `places` among the tokens of all data ranks."""
+    arrays = {
+        "native_experts": audit.native.ids_TK,
+        "expert_margins": audit.native.margin_T,
+        "expert_ranks": audit.native.rank_T,
+        "sketches": audit.sketches_LTP,
+    }
+    return {name: np.asarray(values)[:, places].swapaxes(0, 1) for name, values in arrays.items()}

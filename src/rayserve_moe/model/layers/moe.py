@@ -225,6 +225,7 @@ def apply(
         maps=inputs.maps,
         forced=_forced_of_layer(inputs, layer),
         capacity=inputs.capacity,
+        audits=inputs.sketch_DP is not None,
     )
     out_TD = normed(out_TD, norms["after_MD"]) if norms else out_TD
     if config.spec.experts.shared != "none":

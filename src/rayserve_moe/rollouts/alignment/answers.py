@@ -228,3 +228,13 @@ def _check_agrees(turn: RoutedExperts, before: np.ndarray, both: np.ndarray) -> 
     differs = both & (before != turn.rows).any(axis=(1, 2))
     if differs.any():
         raise ValueError(f"two turns disagree on the row of position {turn.start + int(np.argmax(differs))}")
+
+
+def served_layout(model_info: Mapping[str, Any]) -> RoutingLayout:
+    """Return the layout of the rows of a server from its answer to `/model_info`."""
+    return RoutingLayout(
+        num_hidden_layers=model_info["num_hidden_layers"],
+        layer_ids=tuple(model_info["moe_layer_ids"]),
+        num_experts=model_info["num_experts"],
+        top_k=model_info["num_experts_per_tok"],
+    )

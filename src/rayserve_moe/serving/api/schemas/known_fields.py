@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from rayserve_moe.serving.api.schemas import control
+from rayserve_moe.serving.api.schemas.audit import AuditBody, AuditSample
 from rayserve_moe.serving.api.schemas.messages import CountTokensBody, MessagesBody
 from rayserve_moe.serving.api.schemas.native import GenerateBody, NativeSampling
 from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody, StreamOptions
@@ -41,7 +42,19 @@ _MIN_COMPARED, _MAX_COMPARED = 5, 64
 TABLE = Path(__file__).with_suffix(".yaml")
 _SCHEMAS: tuple[type[BaseModel], ...] = (
     *(CompletionBody, ChatBody, GenerateBody, NativeSampling, TokenBody, TokenSampling, StreamOptions, MessagesBody),
-    *(CountTokensBody, ResponsesBody, ScoreBody, EmbeddingBody, TokenizeBody, DetokenizeBody, ResumeBody),
+    *(
+        CountTokensBody,
+        ResponsesBody,
+        ScoreBody,
+        EmbeddingBody,
+        AuditBody,
+        AuditSample,
+        TokenizeBody,
+        DetokenizeBody,
+        ResumeBody,
+    ),
+    *(AuditBody, AuditSample),
+    *(AuditBody, AuditSample),
     *(TinkerSampleBody, TinkerSampling, TinkerPrompt, TinkerChunk, TinkerFutureBody),
     *(TinkerSamplingSessionBody, TinkerSessionBody),
     *(control.AbortBody, control.AbortIdsBody, control.PauseBody, control.PauseOptions, control.ResetOptions),

@@ -1,0 +1,222 @@
+"""The auditor on right samples and on planted faults: verdicts, near ties, and seconds per 1,000 tokens.
+
+    python -m benchmarks.audit [--samples 10000] [--batch 64] [--out FILE.json]
+
+The calculator samples sums in bfloat16 by native kernels. The same server audits the samples, then servers that compute
+in bfloat16 by XLA and in float32: what these find is numerics. The plain scoring of the same tokens (`/generate` with
+forced rows and log-probs) is timed beside each audit. Last, one fault is planted in each of `--faults` samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
+from benchmarks.rollout_tables import audit as as_table
+from examples.calculator.problems import MIX, held_out_problems
+from rayserve_moe.checkpoints.model_path import resolve_model_path
+from rayserve_moe.config.load import default_cache_directory
+from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.replay.encoding import DIALECTS
+from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
+from rayserve_moe.rollouts import Rollout
+from rayserve_moe.rollouts.answers import SampleRequest
+from rayserve_moe.rollouts.client import BlockingRolloutClient
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+from tests.support.serving.http_server import running
+
+MODEL = "trained:calculator"
+SIDES: dict[str, dict[str, Any]] = {
+    "native": {"dtype": "bfloat16", "cpu_kernels": "native"},
+    "bfloat16": {"dtype": "bfloat16", "cpu_kernels": "off"},
+    "float32": {"dtype": "float32", "cpu_kernels": "off"},
+}
+"""Servers that audit; the first one has sampled."""
+PROMPTS_OF_CALL, GROUP = 32, 8
+NEW_TOKENS = 24
+Plant = Callable[[np.ndarray, np.random.Generator, int], np.ndarray]
+"""Returns rows with a fault, given a number of experts."""
+
+
+@contextmanager
+def client_of(side: str, model: Path) -> Iterator[tuple[BlockingRolloutClient, str, RoutingLayout]]:
+    """A client of a server of this process, the server's address, and the layout of its rows."""
+    settings = {
+        "enable_return_routed_experts": True, "enable_audit": True, "max_running_requests": 64,
+        "precompile_bs_paddings": [64], "max_step_tokens": 512, "num_pages": 1024, **SIDES[side],
+    }  # fmt: skip
+    with Engine(str(model), **settings) as engine:
+        app = create_api(ApiState(engine.loop, engine.tokenizer))
+        with running(app) as url, BlockingRolloutClient(url) as client:
+            yield client, url, engine.card.routing
+
+
+def sampled(client: BlockingRolloutClient, count: int) -> list[Rollout]:
+    """Answers to sums and their continuations, drawn at temperature 1."""
+    problems = held_out_problems(MIX[0][0], limit=-(-count // GROUP))
+    sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
+    found: list[Rollout] = []
+    for first in range(0, len(problems), PROMPTS_OF_CALL):
+        requests = [
+            SampleRequest(str(number), list(problem.prompt.encode()), sampling, seed=number, count=GROUP)
+            for number, problem in enumerate(problems[first : first + PROMPTS_OF_CALL], first)
+        ]
+        found += [rollout for group in client.generate(requests) for rollout in group]
+    return found[:count]
+
+
+def body_of(rollout: Rollout, layout: RoutingLayout, rows: np.ndarray | None = None) -> dict[str, Any]:
+    """A sample of `/audit`, with other rows if there are any."""
+    assert rollout.routing is not None, "rows were requested"
+    routing = rollout.routing if rows is None else RoutedExperts(rows)
+    return {
+        "input_ids": [*rollout.prompt_ids.tolist(), *rollout.output_ids.tolist()],
+        "prompt_len": len(rollout.prompt_ids),
+        "forced_routed_experts": DIALECTS["packed"].encode(routing, layout),
+        "logprobs": rollout.logprobs.tolist(),
+    }
+
+
+def audited(
+    client: BlockingRolloutClient, samples: Sequence[dict[str, Any]], *, url: str, batch: int
+) -> dict[str, Any]:
+    """Reports of the samples, with the seconds of the audit and of plain scores of the same tokens."""
+    entries: list[dict[str, Any]] = []
+    seconds = {"audit": 0.0, "scores": 0.0}
+    for first in range(0, len(samples), batch):
+        part = samples[first : first + batch]
+        started = time.perf_counter()
+        entries += client.audit(part)["samples"]
+        audit_end = time.perf_counter()
+        scored(url, part)
+        seconds["audit"] += audit_end - started
+        seconds["scores"] += time.perf_counter() - audit_end
+    return {"entries": entries, "seconds": seconds}
+
+
+def scored(url: str, samples: Sequence[dict[str, Any]]) -> None:
+    """Have the tokens scored under the same rows, without an audit."""
+    body = {
+        "input_ids": [sample["input_ids"] for sample in samples],
+        "forced_routed_experts": [sample["forced_routed_experts"] for sample in samples],
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    httpx.post(f"{url}/generate", json=body, timeout=600).raise_for_status()
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one side."""
+    entries = found["entries"]
+    return {
+        "verdicts": dict(Counter(entry["verdict"] for entry in entries)),
+        "tokens": sum(entry["num_tokens"] for entry in entries),
+        "decisions": sum(entry["num_decisions"] for entry in entries),
+        "differing": sum(entry["num_differing"] for entry in entries),
+        "ties": sum(entry["num_ties"] for entry in entries),
+        "max_logprob_difference": max(entry["max_logprob_difference"] for entry in entries),
+        "seconds": found["seconds"],
+    }
+
+
+def one_expert(rows: np.ndarray, generator: np.random.Generator, num_experts: int) -> np.ndarray:
+    """Another expert in one decision."""
+    token, layer = int(generator.integers(len(rows))), int(generator.integers(rows.shape[1]))
+    others = sorted({*range(num_experts)} - {*rows[token, layer].tolist()})
+    changed = rows.copy()
+    changed[token, layer, int(generator.integers(rows.shape[2]))] = generator.choice(others)
+    return changed
+
+
+def late(rows: np.ndarray, generator: np.random.Generator, num_experts: int) -> np.ndarray:
+    """Every row a token late."""
+    return np.concatenate([rows[:1], rows[:-1]])
+
+
+def layers_swapped(rows: np.ndarray, generator: np.random.Generator, num_experts: int) -> np.ndarray:
+    """Two layers in each other's place."""
+    order = generator.permutation(rows.shape[1])
+    return np.ascontiguousarray(rows[:, order])
+
+
+def physical_ids(rows: np.ndarray, generator: np.random.Generator, num_experts: int) -> np.ndarray:
+    """Ids of slots in place of experts."""
+    return generator.permutation(num_experts)[rows].astype(rows.dtype)
+
+
+FAULTS: dict[str, Plant] = {
+    "one expert": one_expert, "a token late": late, "layers swapped": layers_swapped, "ids of slots": physical_ids,
+}  # fmt: skip
+
+
+def planted(
+    client: BlockingRolloutClient, rollouts: Sequence[Rollout], layout: RoutingLayout, *, batch: int
+) -> dict[str, dict[str, int]]:
+    """By fault: samples, those that fail, and those whose first difference is the first planted one."""
+    generator, counts = np.random.default_rng(0), {}
+    for name, plant in FAULTS.items():
+        samples, firsts = [], []
+        for rollout in rollouts:
+            assert rollout.routing is not None
+            rows = plant(rollout.routing.rows, generator, layout.num_experts)
+            differs = (np.sort(rows, -1) != np.sort(rollout.routing.rows, -1)).any(-1)
+            if differs.any():
+                samples.append(body_of(rollout, layout, rows))
+                firsts.append([int(index) for index in np.argwhere(differs)[0]])
+        entries = [
+            entry
+            for first in range(0, len(samples), batch)
+            for entry in client.audit(samples[first : first + batch])["samples"]
+        ]
+        places = [_first_place(entry) for entry in entries]
+        wanted = [[token, layout.layer_ids[layer]] for token, layer in firsts]
+        counts[name] = {
+            "samples": len(samples),
+            "failing": sum(entry["verdict"] not in ("right", "numerics only") for entry in entries),
+            "located": sum(place == first for place, first in zip(places, wanted, strict=True)),
+        }
+        note(f"{name}: {counts[name]}")
+    return counts
+
+
+def _first_place(entry: dict[str, Any]) -> list[int] | None:
+    return entry["places"][0] if entry["places"] else None
+
+
+def main() -> None:
+    """Measure, print the table, write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--faults", type=int, default=200, help="samples with each planted fault")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=RESULTS / "audit.json")
+    arguments = parser.parse_args()
+    machine = machine_facts(load_before_start())
+    model = resolve_model_path(MODEL, cache_directory=default_cache_directory())
+    rollouts: list[Rollout] = []
+    sides, faults = {}, {}
+    for side in SIDES:
+        with client_of(side, model) as (client, url, layout):
+            rollouts = rollouts or sampled(client, arguments.samples)
+            samples = [body_of(rollout, layout) for rollout in rollouts]
+            sides[side] = summary(audited(client, samples, url=url, batch=arguments.batch))
+            note(f"{side}: {sides[side]}")
+            faults = faults or planted(client, rollouts[: arguments.faults], layout, batch=arguments.batch)
+    result = {"machine": machine, "samples": len(rollouts), "sides": sides, "faults": faults}
+    print(as_table(result))
+    save({"audit": result}, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
