@@ -19,7 +19,7 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.reference.layers import take_rows
 from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, step_inputs, visit_period
 from rayserve_moe.model.layer_runs import layer_runs
-from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools
+from rayserve_moe.model.model_config import ForcedChoices, ModelConfig, Parameters, Pools, StepAdapters
 from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
 
@@ -55,6 +55,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
     capacity_factor: jax.Array | None = None,
     asked: tuple[int, ...] = (),
     captures: bool = False,
+    adapters: StepAdapters | None = None,
 ) -> ForwardOutput:
     """Run all layers on a device's share; must be called inside the sharded step.
 
@@ -63,7 +64,8 @@ def forward(  # noqa: PLR0913 (the options of a call)
     slot i. Routing is captured in router order, before the mapping to slots. Nonnegative `forced_MXK` replaces the
     router's selection in prefill blocks; balanced selection ignores it. `forced_choices` likewise replace the choices
     of indexes. `capacity_factor` is a float32 scalar if slots have limited capacity. `asked` are layers whose inputs
-    are returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK`.
+    are returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK`. `adapters` are
+    those of the tokens; without them no token has one.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
     forced = capacity = None
@@ -73,7 +75,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     inputs = step_inputs(batch, pools, config)._replace(
-        maps=maps, forced=forced, capacity=capacity, choices=forced_choices
+        maps=maps, forced=forced, capacity=capacity, choices=forced_choices, adapters=adapters
     )
     captured_runs, chosen_runs, entering = [], [], {}
     carry = first_carry(hidden_TD, pools, batch, config=config)

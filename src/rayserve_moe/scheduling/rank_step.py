@@ -49,6 +49,10 @@ class StepLimits:
     """Groups of layers with entries."""
     verify_rows: int = 0
     """Single tokens of a step without prompts, for sequences with drafts."""
+    max_adapters: int = 0
+    """Adapters of the sequences that run on all ranks."""
+    step_adapters: int = 0
+    """Adapters of the sequences that run on a rank."""
 
 
 class ChunkRun(NamedTuple):
@@ -300,7 +304,7 @@ def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequenc
 
     Among the sequences with the priority of the front, it is the first with the most cached tokens (longest prefix
     match, as in SGLang). To prevent starvation, the front is admitted once it was passed over MAX_PASSED_OVER times, or
-    if it was preempted.
+    if it was preempted. `cached_tokens` returns -1 for a sequence that has to wait for others to end.
     """
     front, queue = waiting[0], waiting[0].queue
     if len(waiting) == 1 or queue.num_to_recompute or queue.num_passed_over >= MAX_PASSED_OVER:

@@ -243,4 +243,11 @@ def apply(  # noqa: PLR0913 (the interface of `Mixer`)
     )
 
 
-MIXER = Mixer(parameters, states, attention_choice, prepare, apply)
+MIXER = Mixer(
+    parameters,
+    states,
+    attention_choice,
+    prepare,
+    apply,
+    adapted=("q_LDH", "q_a_LDR", "q_b_LRH", "kv_a_LDC", "k_b_LHC", "v_b_LHC", "o_LHD"),
+)

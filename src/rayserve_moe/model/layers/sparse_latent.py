@@ -24,7 +24,7 @@ from rayserve_moe.model.layers import latent
 from rayserve_moe.model.layers.index_rows import CHOSEN, STATE, with_forced
 from rayserve_moe.model.layers.kinds import Mixer
 from rayserve_moe.model.layers.latent import STATES, LatentAttention, TokenIndex, row_of
-from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs, adapters_of
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
 from rayserve_moe.state.kinds import StateKind
@@ -122,6 +122,7 @@ def apply(
         with jax.named_scope("index"):
             batch = inputs.batch.of_state(STATE)
             of_layer = AttentionInputs(weights, batch, inputs.prepared[own.kind].rotation, layer)
+            of_layer = of_layer._replace(adapters=adapters_of(inputs, own.kind, layer))
             chosen_TK, keys = choose_tokens(normed_TD, *pools[STATE], of_layer, config=index_config(own))
         pools = {**pools, STATE: (keys,)}
     chosen_TK = with_forced(chosen_TK, inputs, layer)
@@ -150,7 +151,16 @@ def _is_dense(own: LatentAttention, inputs: StepInputs, pools: Pools) -> bool:
     return inputs.choices is None and _table_tokens(own, inputs.batch, pools) <= index_of(own).top_k
 
 
-MIXER = Mixer(parameters, states, attention_choice, latent.prepare, apply, passed=passed, captured=CHOSEN)
+MIXER = Mixer(
+    parameters,
+    states,
+    attention_choice,
+    latent.prepare,
+    apply,
+    passed=passed,
+    captured=CHOSEN,
+    adapted=latent.MIXER.adapted,
+)
 SHARED_MIXER = replace(
     MIXER,
     parameters=latent.parameters,
