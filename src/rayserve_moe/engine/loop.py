@@ -140,8 +140,7 @@ class EngineLoop:
         with self._commands.lock:
             self._commands.check_open()
             self.capacity.check()
-            loads = self.control.adapters
-            request = with_key(request, loads.table if loads else None, merged=self.control.adapter)
+            request = self.keyed(request)
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
             sequences = sequences_of(request, self.card, guides=guides)
@@ -150,6 +149,12 @@ class EngineLoop:
             self._outputs.add(sequences, sink)
             self._commands.post(lambda: self.control.admit(sequences, resumes=bool(committed)))
         return sequences
+
+    def keyed(self, request: GenerationRequest) -> GenerationRequest:
+        """Return a request with the key of its adapter. Raises: UnknownAdapterError if that is not loaded."""
+        loads = self.control.adapters
+        with self._commands.lock:
+            return with_key(request, loads.table if loads else None, merged=self.control.adapter)
 
     def abort(self, choices: Iterable[Sequence]) -> None:
         """End the unfinished choices among `choices` with finish reason `abort`."""

@@ -92,7 +92,7 @@ def test_a_rank_above_the_programs_is_rejected():
 
 
 def test_a_router_or_experts_are_rejected_with_the_name_of_the_merged_load(tmp_path: Path):
-    router = one_pair("mlp.gate", QWEN["num_experts"], QWEN["hidden_size"])
+    router = one_pair("mlp.gate", spec_from_config(QWEN).router.num_experts, QWEN["hidden_size"])
     with pytest.raises(CheckpointError, match=r"gate\.lora_A.*takes no adapter beside the weights.*merge: true"):
         held(config(), router, QWEN)
     case = next(case for case in FAMILY_CASES if case.family == "qwen3_moe")
