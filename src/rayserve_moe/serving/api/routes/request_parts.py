@@ -38,10 +38,11 @@ def adapter_for(state: ApiState, model: str | None, name: str | None = None) -> 
     """
     served, known = state.card.name, adapter_names(state)
     if name and name not in known:
-        raise ApiError(404, f"no such adapter: {_listed(known)}", param="lora_path", code="adapter_not_found")
+        loaded = f"loaded: {_quoted(known)}" if known else "no adapter is loaded"
+        raise ApiError(404, f"no such adapter ({loaded})", param="lora_path", code="adapter_not_found")
     by_model = next((each for each in known if model in (each, f"{served}:{each}")), "")
     if model not in (None, served) and not by_model:
-        message = f"no such model: this server serves `{served}`; {_listed(known)}"
+        message = f"no such model: this server serves {_quoted([served, *known])}"
         raise ApiError(404, message, param="model", code="model_not_found")
     if name and by_model not in ("", served, name):
         raise ApiError(400, "`lora_path` and `model` name different adapters", param="lora_path")
@@ -61,8 +62,8 @@ def adapter_names(state: ApiState) -> list[str]:
     return [*beside, *([control.adapter] if control.adapter and control.adapter not in beside else [])]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"adapters: {', '.join(f'`{name}`' for name in names)}" if names else "no adapter is loaded"
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:
