@@ -351,11 +351,7 @@ def _mover_for(served: ServedModel) -> MigrationRunner | None:
 
 
 def _adapters_for(served: ServedModel, rules: Mapping[str, str]) -> HostAdapters | None:
-    if served.adapters is None:
-        return None
-    return HostAdapters(
-        served.config, dtype=served.dtype, shapes=served.adapters, single=served.single_adapter, rules=rules
-    )
+    return None if served.adapters is None else HostAdapters(served, rules=rules)
 
 
 def _packer_for(served: ServedModel) -> Packer:

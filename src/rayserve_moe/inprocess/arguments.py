@@ -15,7 +15,7 @@ from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestE
 from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.truncation import truncation_to
 
-FORCED, FORCED_INDEX = "forced_routed_experts", "forced_indexer_topk"
+FORCED, FORCED_INDEX, ADAPTER = "forced_routed_experts", "forced_indexer_topk", "lora_path"
 _OPTIONS_WITHOUT_FIELD = {"return_logprob": FLAG, "logprob_start_len": whole(-1, INT32_MAX)}
 """Keywords that no field of a request holds unchanged."""
 OPTIONS = {*_OPTIONS_WITHOUT_FIELD, "rid", FORCED, FORCED_INDEX, *param_names(SGLANG, GenerationRequest).values()}
@@ -125,7 +125,8 @@ def requests_from(
     `keywords` take precedence and include options. `logprob_start_len` p returns log-probs of prompt tokens at
     positions above p, -1 none. `forced_routed_experts` replaces the router's selection at prompt positions from 0: an
     array [rows, MoE layers, k] or any encoding of an answer; for a batch a list with an entry per prompt.
-    `forced_indexer_topk` likewise replaces the choice of indexes at the same positions.
+    `forced_indexer_topk` likewise replaces the choice of indexes at the same positions. `lora_path` is the name of an
+    adapter, or a list with a name or None per prompt.
     """
     each = one_each(sampling_params, len(prompts.ids), single=Mapping, otherwise={})
     lengths = list(map(len, prompts.ids))
@@ -138,14 +139,24 @@ def requests_from(
         forced = decode_each_forced_index(index, forced, layout=card.index, is_batch=prompts.is_batch)
     except ValueError as error:
         raise RequestError(f"{FORCED_INDEX}: {error}", FORCED_INDEX) from error
-    given = read_given(keywords, options=OPTIONS)
+    adapters = _each_adapter(keywords.get(ADAPTER), len(prompts.ids))
+    given = read_given({name: value for name, value in keywords.items() if name != ADAPTER}, options=OPTIONS)
     for name, values in _OPTIONS_WITHOUT_FIELD.items():
         if name in given:
             given[name] = _read(values, given[name], name)
     on_top = {"return_routed_experts": False, **given, "stream": streams}
     return [
-        build_request(ids, read_given(params) | on_top, dialect=SGLANG, card=card, request_id=rid, forced=rows)
-        for ids, params, rows, rid in zip(prompts.ids, each, forced, _rids(keywords.get("rid"), prompts), strict=True)
+        build_request(
+            ids,
+            read_given(params) | on_top | read_given({ADAPTER: adapter}, options=OPTIONS),
+            dialect=SGLANG,
+            card=card,
+            request_id=rid,
+            forced=rows,
+        )
+        for ids, params, rows, rid, adapter in zip(
+            prompts.ids, each, forced, _rids(keywords.get("rid"), prompts), adapters, strict=True
+        )
     ]
 
 
@@ -166,6 +177,14 @@ def _rids(rid: str | Sequence[str] | None, prompts: Prompts) -> list[str | None]
         is_stem = rid is not None and prompts.is_batch
         return [f"{rid}_{place}" if is_stem else rid for place in range(len(prompts.ids))]
     return one_each(rid, len(prompts.ids), single=str, otherwise=None)
+
+
+def _each_adapter(given: Any, count: int) -> list[Any]:
+    """Return the adapter of each prompt. Raises: RequestError for a list of another length."""
+    each = list(given) if isinstance(given, list | tuple) else [given] * count
+    if len(each) != count:
+        raise RequestError(f"{len(each)} adapters for {count} prompts", ADAPTER)
+    return each
 
 
 def request_with(

@@ -11,13 +11,14 @@ import pytest
 from rayserve_moe.checkpoints.adapters.config import adapter_config_of
 from rayserve_moe.checkpoints.adapters.unmerged import held_adapter
 from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
+from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.model.adapters import adapted_matrices
 from rayserve_moe.model.family_table import rules_of, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 from tests.support.checkpoints.adapters import make_adapter, make_adapter_beside
 from tests.support.models.families import FAMILY_CASES, FamilyCase, config_of, write_family
 
-MAX_RANK = 8
+SETTINGS = AdapterSettings(num_slots=2, max_rank=6)
 SAMPLED = ("deepseek_v3", "bailing_moe_v2")
 """Families with latents, and with queries, keys and values in a tensor."""
 FIRST = [
@@ -33,7 +34,7 @@ def held(config, tensors, model, *, names=(), dtype="float32", tensor_size=1):
     tree = parameters_in_files(specs, rules, spec=spec)
     matrices = list(adapted_matrices(specs, spec))
     found = held_adapter(
-        adapter_config_of(config), tensors, matrices=matrices, tree=tree, rules=rules, max_rank=MAX_RANK
+        adapter_config_of(config), tensors, matrices=matrices, tree=tree, rules=rules, settings=SETTINGS
     )
     return found, {(matrix.group, matrix.name): matrix for matrix in matrices}
 
@@ -86,9 +87,9 @@ def test_matrices_are_rounded_once_with_the_scale_in_b():
 
 
 def test_a_rank_above_the_programs_is_rejected():
-    tensors = one_pair("self_attn.o_proj", QWEN["hidden_size"], QWEN["num_attention_heads"] * QWEN["head_dim"], 9)
-    with pytest.raises(CheckpointError, match=r"o_proj.* rank 9 exceeds max_lora_rank 8"):
-        held(config(9), tensors, QWEN)
+    tensors = one_pair("self_attn.o_proj", QWEN["hidden_size"], QWEN["num_attention_heads"] * QWEN["head_dim"], 7)
+    with pytest.raises(CheckpointError, match=r"o_proj.* rank 7 exceeds max_lora_rank 6"):
+        held(config(7), tensors, QWEN)
 
 
 def test_a_router_or_experts_are_rejected_with_the_name_of_the_merged_load(tmp_path: Path):

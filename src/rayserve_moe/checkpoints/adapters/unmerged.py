@@ -17,6 +17,7 @@ from rayserve_moe.checkpoints.adapters.placing import placed_additions
 from rayserve_moe.checkpoints.casting import cast
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, tensor_places
+from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.model.adapters import AdaptedMatrix
 from rayserve_moe.model.param_spec import ParamSpec
 
@@ -39,12 +40,12 @@ def held_adapter(
     matrices: Iterable[AdaptedMatrix],
     tree: SpecTree,
     rules: Mapping[str, str],
-    max_rank: int,
+    settings: AdapterSettings,
 ) -> HeldAdapter:
     """Return the matrices of an adapter in the dtype of the weights; the scale is multiplied into B in float32.
 
-    Raises CheckpointError as `merged_tensors`, for a rank above `max_rank`, and for a tensor of a matrix whose products
-    take no adapters.
+    Raises CheckpointError as `merged_tensors`, for a rank above `max_lora_rank`, and for a tensor of a matrix whose
+    products take no adapters.
     """
     adapted = {(matrix.group, matrix.name): matrix for matrix in matrices}
     places, held = tensor_places(tree, rules), dict[tuple[str, str], HeldPair]()
@@ -58,10 +59,10 @@ def held_adapter(
                     "and shared experts do: merge the adapter (merge: true, or max_loras: 0)"
                 )
             key, layer = (matrix.group, matrix.name), place.stack_index[0]
-            pair = held.setdefault(key, _zeros(matrix, max_rank))
+            pair = held.setdefault(key, _zeros(matrix, settings.compiled_rank))
             rank = addition.a_NRI.shape[1]
-            if (last := num_used[*key, layer] + rank) > max_rank:
-                raise CheckpointError(f"tensor {name}: rank {last} exceeds max_lora_rank {max_rank}")
+            if (last := num_used[*key, layer] + rank) > settings.max_rank:
+                raise CheckpointError(f"tensor {name}: rank {last} exceeds max_lora_rank {settings.max_rank}")
             if _fill(pair.a_LRI[layer, last - rank :], pair.b_LRO[layer, last - rank :], addition, spec=place.spec):
                 num_used[*key, layer] = last
     return held

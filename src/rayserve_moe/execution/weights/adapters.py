@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from rayserve_moe.checkpoints.adapters.unmerged import HeldAdapter, held_adapter
 from rayserve_moe.checkpoints.bucket import adapter_in
 from rayserve_moe.checkpoints.header import CheckpointError
+from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.execution.weights.staged import refusing
 from rayserve_moe.kernels.adapters import AdapterPair
@@ -47,26 +48,25 @@ def put_adapter(
 
 
 class HostAdapters:
-    """Adapters in host memory by key, and the resident stacks; `shapes` are those of `model.adapters`.
+    """Adapters of a served model in host memory by key, and the resident stacks.
 
     `add` and `remove` may be called beside the steps.
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: str, shapes: AdapterStacks, single: AdapterStacks, rules: Mapping[str, str]
+        self,
+        served: ServedModel,
+        *,
+        rules: Mapping[str, str],
     ) -> None:
-        self._config, self._rules, self._single, self._shapes = config, rules, single, shapes
-        tree = parameter_tree(config, dtype=dtype)
+        config, self._rules, self._settings = served.config, rules, served.settings.adapters
+        self._single, self._shapes = served.single_adapter, served.adapters
+        tree = parameter_tree(config, dtype=served.dtype)
         self._tree = parameters_in_files(tree, rules, spec=config.spec)
         self._matrices = list(adapted_matrices(tree, config.spec))
         self._held: dict[str, HeldAdapter] = {}
         self.stacks: AdapterStacks = {}
         """On the devices; empty until `allocate`."""
-
-    @property
-    def max_rank(self) -> int:
-        """Return the rank of the programs."""
-        return jax.tree.leaves(self._single)[0].shape[1]
 
     def allocate(self) -> None:
         """Allocate the resident stacks, all zero."""
@@ -82,7 +82,7 @@ class HostAdapters:
             if config is None:
                 raise CheckpointError("the bucket holds no adapter")
             self._held[key] = held_adapter(
-                config, tensors, matrices=self._matrices, tree=self._tree, rules=self._rules, max_rank=self.max_rank
+                config, tensors, matrices=self._matrices, tree=self._tree, rules=self._rules, settings=self._settings
             )
 
     def remove(self, key: str) -> None:
