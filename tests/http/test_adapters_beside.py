@@ -102,6 +102,7 @@ def test_requests_name_adapters_by_every_field_that_servers_have(http, paths):
         "serves `tiny`, `x`, `y`"
         in check_error(http.post("/v1/completions", json=body | {"model": "z"}), 404)["message"]
     )
+    assert "adapters_resident" in http.get("/metrics").text
     assert ask(http, UNLOAD, lora_name="x")["loaded_adapters"] == {"y": paths[1]}
     check_error(http.post(GENERATE, json=ASK | {"lora_path": "x"}), 404)
     check_error(http.post(UNLOAD, json={"lora_name": "x"}), 404)
@@ -144,6 +145,8 @@ def test_adapters_are_sent_merged_and_refused(http, made, paths):
     check_error(http.post(GENERATE, json=ASK | {"lora_path": "sent"}), 404)
     done = ask(http, LOAD, lora_name="m", lora_path=paths[1], merge=True)
     assert done["max_rounding"] > 0 and http.get("/model_info").json()["adapter"] == "m"
+    assert -1e-12 < done["probe_kl"] < 1e-9, "in float32 both are alike"
+    assert [each["id"] for each in http.get("/v1/models").json()["data"]] == ["tiny", "x", "m"]
     merged = ids_of(http)
     assert ids_of(http, lora_path="m") == merged != base
     ask(http, UNLOAD, lora_name="m")

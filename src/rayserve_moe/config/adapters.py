@@ -16,10 +16,10 @@ class AdapterSettings:
     """LoRA adapters that requests name, computed beside the weights (docs/lora.md)."""
 
     num_slots: int = number(0, (0, 1024), "max_loras")
-    """Adapters in the memory of the devices; at least that many may run at once. 0 merges a loaded adapter into the
-    weights instead, a single one."""
+    """Adapters resident on the devices: at most that many run at once. 0: a load merges a single adapter into the
+    weights instead."""
     max_rank: int = number(16, (1, 512), "max_lora_rank")
-    """Maximum rank. All adapters take the memory and the time of this rank, as a multiple of 8."""
+    """Maximum rank of an adapter. All take the memory and the time of this rank, as a multiple of 8."""
     per_step: int = number(0, (0, 1024), "adapters_per_step")
     """Maximum adapters of a data rank in a step; requests of others wait. Every step with adapters reads this many.
     0: `max_loras`, at most 8."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayserve_moe.checkpoints.adapters.config import CONFIG_FILE
 from rayserve_moe.checkpoints.adapters.directory import NO_ADAPTER, adapter_body, holds
@@ -17,6 +17,7 @@ from rayserve_moe.engine.updates.orders import WeightOrder, WeightOutcome
 from rayserve_moe.engine.updates.tensors import AnyBucket, BucketOrder, UpdateConflictError
 from rayserve_moe.serving.api.schemas.control import LoadAdapterBody, UnloadAdapterBody
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.adapter_probe import probe_of
 from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError
 
@@ -46,7 +47,7 @@ async def load_adapter(fleet: Fleet, body: LoadAdapterBody) -> AdapterOutcome:
         outcome = await _load_directory(fleet, body.lora_path, name=body.lora_name)
         return AdapterOutcome(outcome, body.lora_name, True, _beside(fleet.state))
     order = WeightOrder("", body.weight_version or None, aborts_requests=body.abort_all_requests)
-    outcome = await merge_directory(fleet, body.lora_path, order=order, name=body.lora_name)
+    outcome = await _merge_probed(fleet, body.lora_path, order=order, name=body.lora_name)
     return AdapterOutcome(outcome, body.lora_name, True, {body.lora_name: body.lora_path} | _beside(fleet.state))
 
 
@@ -79,14 +80,23 @@ def _beside(state: ApiState) -> dict[str, str]:
 
 async def _load_directory(fleet: Fleet, path: str, *, name: str) -> WeightOutcome:
     """Hold the adapter of a directory beside the weights on all replicas."""
+    found = await _read(fleet.state, path)
+    if isinstance(found, WeightOutcome):
+        return found
+    adapter, content = found
+    return await fleet.load_adapter(adapter, name, path=path, sent=content)
+
+
+async def _read(state: ApiState, path: str) -> tuple[SentAdapter, bytearray] | WeightOutcome:
+    """Return the adapter of a directory with its body, or the refusal of one that is not readable."""
     try:
-        content = await asyncio.to_thread(adapter_body, path, reach_of(fleet.state, path))
+        content = await asyncio.to_thread(adapter_body, path, reach_of(state, path))
         adapter = await asyncio.to_thread(read_bucket, content)
     except CheckpointError as error:
         message = one_line(str(error).replace(f"{path.rstrip('/')}/", ""))
-        return WeightOutcome(False, message, fleet.state.card.weight_version)
+        return WeightOutcome(False, message, state.card.weight_version)
     assert isinstance(adapter, SentAdapter), "the body of an adapter"
-    return await fleet.load_adapter(adapter, name, path=path, sent=content)
+    return adapter, content
 
 
 async def take_sent_adapter(fleet: Fleet, adapter: SentAdapter, name: str, *, sent: bytearray) -> WeightOutcome:
@@ -101,20 +111,31 @@ async def take_sent_adapter(fleet: Fleet, adapter: SentAdapter, name: str, *, se
     return await fleet.unload_adapter(name)
 
 
+async def _merge_probed(fleet: Fleet, path: str, *, order: WeightOrder, name: str) -> WeightOutcome:
+    """Merge the adapter of a directory; if this server also holds it beside the weights, compare both on a probe."""
+    check_base(fleet.state)
+    probe = None
+    if holds_beside(fleet.state):
+        adapter = await _read(fleet.state, path)
+        probe = await probe_of(fleet.state, adapter[0]) if isinstance(adapter, tuple) else None
+    outcome = await merge_directory(fleet, path, order=order, name=name)
+    if probe is None or not outcome.success:
+        return outcome
+    return replace(outcome, probe_kl=await probe.kl(fleet.state))
+
+
 async def merge_directory(fleet: Fleet, path: str, *, order: WeightOrder, name: str) -> WeightOutcome:
     """Merge the adapter of a directory, under a name, by an order for its weights.
 
     Raises: ApiError 409 if weights other than the configured checkpoint serve.
     """
     check_base(fleet.state)
-    try:
-        content = await asyncio.to_thread(adapter_body, path, reach_of(fleet.state, path))
-        bucket = await asyncio.to_thread(read_bucket, content)
-    except CheckpointError as error:
-        message = one_line(str(error).replace(f"{path.rstrip('/')}/", ""))
-        return WeightOutcome(False, message, fleet.state.card.weight_version)
+    found = await _read(fleet.state, path)
+    if isinstance(found, WeightOutcome):
+        return found
+    adapter, content = found
     named = adapter_order(name, weight_version=order.weight_version, aborts_requests=order.aborts_requests)
-    return await _staged(fleet, bucket, content=content, order=named)
+    return await _staged(fleet, adapter, content=content, order=named)
 
 
 async def _staged(fleet: Fleet, bucket: AnyBucket, *, content: bytearray, order: BucketOrder) -> WeightOutcome:

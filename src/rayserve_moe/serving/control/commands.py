@@ -221,8 +221,9 @@ def outcome_answer(outcome: WeightOutcome, *, param: str | None = None, more: di
     """
     fields = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
     if outcome.success:
-        rounding = {} if outcome.max_rounding is None else {"max_rounding": outcome.max_rounding}
-        return json_answer({**fields, "weight_version": outcome.weight_version, **rounding, **(more or {})})
+        measured = {"max_rounding": outcome.max_rounding, "probe_kl": outcome.probe_kl}
+        measured = {name: value for name, value in measured.items() if value is not None}
+        return json_answer({**fields, "weight_version": outcome.weight_version, **measured, **(more or {})})
     error = ApiError(400, outcome.message, param=param, code="weights_refused")
     return json_answer({**error.body(), **fields}, status=error.status)
 
