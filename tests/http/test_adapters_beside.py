@@ -149,7 +149,7 @@ def test_adapters_are_sent_merged_and_refused(http, made, paths):
     assert [each["id"] for each in http.get("/v1/models").json()["data"]] == ["tiny", "x", "m"]
     merged = ids_of(http)
     assert ids_of(http, lora_path="m") == merged != base
-    ask(http, UNLOAD, lora_name="m")
+    ask(http, UNLOAD, lora_name="m", weight_version="0")
     assert ids_of(http) == base
     assert "exceeds max_lora_rank" in refusal(
         http.post(LOAD, json={"lora_name": "r", "lora_path": large(made[0], paths)})
