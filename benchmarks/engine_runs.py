@@ -15,7 +15,13 @@ CLOCK = ("steps", *(f"{part}_s" for part in PARTS))
 
 
 def run_engine(
-    engine: Engine, workload: Workload, *, prompts: list[list[int]], seed: int, return_routed_experts: bool = False
+    engine: Engine,
+    workload: Workload,
+    *,
+    prompts: list[list[int]],
+    seed: int,
+    return_routed_experts: bool = False,
+    lora_path: list[str | None] | None = None,
 ) -> tuple[dict[str, float], list[list[int]]]:
     """Generate; returns the run and the output ids of every choice. RuntimeError where its work was not done."""
     sampling = {
@@ -29,7 +35,10 @@ def run_engine(
     with redirect_stderr(io.StringIO()):  # not a terminal: no progress bar inside the measurement
         started = time.perf_counter()
         answers = engine.generate(
-            input_ids=prompts, sampling_params=sampling, return_routed_experts=return_routed_experts
+            input_ids=prompts,
+            sampling_params=sampling,
+            return_routed_experts=return_routed_experts,
+            lora_path=lora_path,
         )
         seconds = time.perf_counter() - started
     after = engine.loop.statistics()

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.adapters import adapters
 from benchmarks.balance_tables import expert_traffic, realised_balance, rebalance
 from benchmarks.calculator_table import calculator
 from benchmarks.calibration import calibration
@@ -348,6 +349,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "speculation_calculator": speculation_calculator,
     "bfloat16_routing": bfloat16_routing,
     "narrow_experts": narrow_experts,
+    "adapters": adapters,
     "house": house,
     "loading": loading,
     "schema_suite": schema_suite,

@@ -48,6 +48,7 @@ GROUPS = (
     Group("Steps", ("steps", "tokens_", "schedule_", "pack_", "transport_", "device_", "commit_", "mask_")),
     Group("Start", ("start_",)),
     Group("Speculation", ("draft_",), "Present with `speculative_algorithm`."),
+    Group("Adapters", ("adapters_", "adapter_"), "Present with `max_loras`."),
     Group(
         "Slots with limited capacity",
         ("picks_", "rank_imbalance_"),

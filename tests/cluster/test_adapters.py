@@ -1,4 +1,4 @@
-"""Adapters on two hosts: each merges its share, and hosts that are killed meanwhile or later change no answer."""
+"""Adapters on two hosts, merged or beside the weights: hosts that are killed meanwhile or later change no answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.checkpoints.adapters.directory import NO_ADAPTER, adapter_body
-from rayserve_moe.checkpoints.bucket import read_bucket
+from rayserve_moe.checkpoints.bucket import SentAdapter, read_bucket
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.engine.updates.adapters import adapter_order
@@ -22,7 +22,7 @@ from rayserve_moe.requests.results import ChoiceResult
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import assert_same, complete
 from tests.cluster.test_rebuild import MANY, TIMEOUT_S, answers_under, pids
-from tests.support.checkpoints.adapters import MadeAdapter, make_adapter
+from tests.support.checkpoints.adapters import MadeAdapter, make_adapter, make_adapter_beside
 
 pytestmark = pytest.mark.slow
 
@@ -79,3 +79,37 @@ def test_an_adapter_outlives_its_hosts_and_its_directory(
     assert load(replica, NO_ADAPTER, "").success
     assert replica.loop.control.adapter == ""
     assert_same(complete(replica.loop, replica.tokenizer), base)
+
+
+BESIDE = {"max_loras": 2, "max_lora_rank": 4}
+NAMES = ("x", "", "y")
+
+
+def test_adapters_beside_the_weights_are_given_to_the_hosts_that_replace_others(
+    raylets: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    paths = {
+        name: make_adapter_beside(checkpoint, seed=seed).write(tmp_path / name) for seed, name in enumerate(("x", "y"))
+    }
+    with Engine(str(checkpoint), **SETTINGS, **BESIDE) as engine:
+        for name, path in paths.items():
+            assert engine.load_lora_adapter(path, lora_name=name).success
+        expected = complete(engine.loop, engine.tokenizer, adapters=NAMES)
+    given = {"model_path": str(checkpoint), "num_hosts": 2, **SETTINGS, **MANY, **BESIDE}
+    replica = start_replica_engine(settings_from(given))
+    try:
+        loads = replica.loop.control.adapters
+        assert loads is not None
+        for name, path in paths.items():
+            adapter = read_bucket(adapter_body(str(path)))
+            assert isinstance(adapter, SentAdapter)
+            outcome = loads.load(adapter, name).result(TIMEOUT_S)
+            assert outcome.success, outcome.message
+            shutil.rmtree(path)
+        assert_same(complete(replica.loop, replica.tokenizer, adapters=NAMES), expected)
+        victims = pids(replica)
+        found = answers_under(replica, lambda: os.kill(victims[-1], signal.SIGKILL), adapters=NAMES)
+        assert_same(found, expected)
+        assert not set(pids(replica)) & set(victims)
+    finally:
+        replica.shutdown()

@@ -139,8 +139,14 @@ def assert_nothing_was_compiled(group: GroupExecutor) -> None:
 
 
 def complete(
-    loop: EngineLoop, tokenizer: Tokenizer, *, which: Sequence[int] = range(len(PROMPTS)), returns_routing: bool = True
+    loop: EngineLoop,
+    tokenizer: Tokenizer,
+    *,
+    which: Sequence[int] = range(len(PROMPTS)),
+    returns_routing: bool = True,
+    adapters: Sequence[str] = ("",),
 ) -> list[ChoiceResult]:
+    """Answers of the prompts, which take the `adapters` in turn."""
     requests = [
         GenerationRequest(
             f"{i}-{time.monotonic_ns()}",
@@ -148,6 +154,7 @@ def complete(
             SAMPLING[i],
             return_routed_experts=returns_routing,
             return_indexer_topk=loop.card.index is not None,
+            adapter=adapters[i % len(adapters)],
         )
         for i in which
     ]

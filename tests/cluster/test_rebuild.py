@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,11 +64,13 @@ def pids(engine: ReplicaEngine) -> list[int]:
     return [each.pid for each in ray.get([worker.process.remote() for worker in engine.executor.workers])]
 
 
-def answers_under(engine: ReplicaEngine, fault: Callable[[], object], *, after_steps: int = 3) -> list[ChoiceResult]:
+def answers_under(
+    engine: ReplicaEngine, fault: Callable[[], object], *, after_steps: int = 3, adapters: Sequence[str] = ("",)
+) -> list[ChoiceResult]:
     """What is answered while a fault comes after some steps."""
     begun = engine.loop.statistics()["steps"]
     with ThreadPoolExecutor(1) as pool:
-        answered = pool.submit(complete, engine.loop, engine.tokenizer)
+        answered = pool.submit(complete, engine.loop, engine.tokenizer, adapters=adapters)
         while engine.loop.statistics()["steps"] < begun + after_steps:
             time.sleep(0.001)
         fault()

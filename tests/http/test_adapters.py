@@ -92,9 +92,9 @@ def test_requests_and_listings_name_the_merged_adapter(http, adapter):
             lora_path=lora_path,
         )
     stale = check_error(http.post(GENERATE, json={**ASK, "lora_path": "a-v2"}), 404)
-    assert stale["message"] == "no such adapter: the merged adapter is `a-v3`" and stale["param"] == "lora_path"
+    assert stale["message"] == "no such adapter (loaded: `a-v3`)" and stale["param"] == "lora_path"
     body = {"model": "a-v2", "prompt": PROMPT, "max_tokens": 2}
-    assert "with the adapter `a-v3`" in check_error(http.post("/v1/completions", json=body), 404)["message"]
+    assert "serves `tiny`, `a-v3`" in check_error(http.post("/v1/completions", json=body), 404)["message"]
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2, "lora_path": "a-v2"}
     check_error(http.post("/v1/completions", json=body), 404)
     check_error(http.post(GENERATE, json={**ASK, "lora_path": [name, name]}), 400)

@@ -218,6 +218,7 @@ class GroupExecutor:
         self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._report_loss, given_up=self._given_up)
         report = group.start(serving, enter=self._clock.enter)
         self.sources.settle()
+        self.tensors.add_adapters_again()
         self.layout = self._places.serve(report)
         if self._cluster.standby_workers:
             self._standbys.start_soon(

@@ -78,7 +78,7 @@ class HostWorker:
         log.info("host %d computes in %s by the kernels %s, with experts in %s", place.host_id, *how)
         self._reading = WeightReading(self._runner.staged)
         share = None if kept is None else open_share(kept)
-        self._tensors = WorkerTensors(self._runner.tensors, self._reading, share=share)
+        self._tensors = WorkerTensors(self._runner.tensors, self._reading, share=share, adapters=self._runner.adapters)
         num_pages = self._runner.load(source, share=share, spread=opened_here(spread))
         if place.parts is not None and place.parts.minimum < place.parts.now:
             free = free_bytes(list(plan.mesh.local_devices))

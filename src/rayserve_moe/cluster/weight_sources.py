@@ -19,7 +19,18 @@ from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.open_shares import SharePlace
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.weight_keepers import KEEP_S, KeptShare, WeightKeepers, by_host
-from rayserve_moe.cluster.worker_tensors import ADD, BEGIN, FINISH, KEEP, MERGE, ROUNDING, SHARE, WANTED
+from rayserve_moe.cluster.worker_tensors import (
+    ADD,
+    ADD_ADAPTER,
+    BEGIN,
+    DROP_ADAPTERS,
+    FINISH,
+    KEEP,
+    MERGE,
+    ROUNDING,
+    SHARE,
+    WANTED,
+)
 from rayserve_moe.config.given_files import one_line
 from rayserve_moe.config.settings import ClusterSettings
 from rayserve_moe.engine.executor import ExecutorFailure
@@ -160,6 +171,23 @@ class GroupTensors:
         self._workers, self._timeout_s, self._shares = workers, timeout_s, shares
         self._on_finish, self._on_keep = on_finish, on_keep
         self.sent_bytes: list[int] = []
+        self._adapters: dict[str, SentAdapter] = {}
+        """Adapters that the hosts hold, by key."""
+
+    def add_adapter(self, key: str, adapter: SentAdapter) -> None:
+        self._check(self._ask(ADD_ADAPTER, key, ray.put(adapter.body)))
+        self._adapters[key] = adapter
+
+    def drop_adapters(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._adapters.pop(key, None)
+        if keys:
+            self._ask(DROP_ADAPTERS, list(keys))
+
+    def add_adapters_again(self) -> None:
+        """Give new hosts the adapters that the former hosts held. Raises ExecutorFailure if a host is lost."""
+        for key, adapter in self._adapters.items():
+            self.add_adapter(key, adapter)
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:
         self._check(self._ask(BEGIN, expert_of_slot))

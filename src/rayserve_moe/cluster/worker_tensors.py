@@ -10,12 +10,14 @@ import numpy as np
 
 from rayserve_moe.checkpoints.bucket import Heads, SentPiece, WantedTensor
 from rayserve_moe.checkpoints.open_shares import SharePlace, WeightShare
+from rayserve_moe.execution.weights.adapters import HostAdapters
 from rayserve_moe.execution.weights.staged import WeightReading
 from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.requests.records import WeightsRefusedError
 
 BEGIN, WANTED, ADD, FINISH, KEEP, SHARE = "begin", "wanted", "add", "finish", "keep", "share"
 MERGE, ROUNDING = "merge", "rounding"
+ADD_ADAPTER, DROP_ADAPTERS = "add_adapter", "drop_adapters"
 
 
 class WorkerTensors:
@@ -24,8 +26,15 @@ class WorkerTensors:
     `share` is this host's open share of the serving weights, if those were sent. A second share may wait for the swap.
     """
 
-    def __init__(self, staging: TensorStaging, reading: WeightReading, *, share: WeightShare | None) -> None:
-        self._staging, self._reading = staging, reading
+    def __init__(
+        self,
+        staging: TensorStaging,
+        reading: WeightReading,
+        *,
+        share: WeightShare | None,
+        adapters: HostAdapters | None = None,
+    ) -> None:
+        self._staging, self._reading, self._adapters = staging, reading, adapters
         self._share, self._next = share, cast(WeightShare | None, None)
 
     def answer(self, call: str, *arguments: Any) -> Any:
@@ -35,6 +44,8 @@ class WorkerTensors:
             WANTED: self._wanted,
             ADD: self._add,
             MERGE: self._merge,
+            ADD_ADAPTER: self._add_adapter,
+            DROP_ADAPTERS: self._drop_adapters,
             ROUNDING: lambda: self._staging.max_rounding,
             FINISH: self._finish,
             KEEP: self._keep,
@@ -74,6 +85,20 @@ class WorkerTensors:
 
     def _merge(self, body: np.ndarray) -> None:
         self._reading.run(lambda given_up: self._staging.merge(body, given_up))
+
+    def _add_adapter(self, key: str, body: np.ndarray) -> str:
+        """Hold an adapter beside the weights; return why it is refused, or empty."""
+        assert self._adapters is not None, "a server with max_loras holds adapters"
+        try:
+            self._adapters.add(key, body)
+        except WeightsRefusedError as refusal:
+            return str(refusal)
+        return ""
+
+    def _drop_adapters(self, keys: list[str]) -> None:
+        assert self._adapters is not None, "a server with max_loras holds adapters"
+        for key in keys:
+            self._adapters.remove(key)
 
     def _finish(self, token: str) -> None:
         """Stage the received tensors, and share them under `token` if it is not empty."""

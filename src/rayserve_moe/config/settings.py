@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 from rayserve_moe.config.setting_fields import DAY_S
 from rayserve_moe.config.setting_fields import choice as _choice
@@ -398,6 +399,7 @@ class Settings:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     balancing: BalancingSettings = field(default_factory=BalancingSettings)
+    adapters: AdapterSettings = field(default_factory=AdapterSettings)
     updates: UpdateSettings = field(default_factory=UpdateSettings)
     compile: CompileSettings = field(default_factory=CompileSettings)
     replicas: ReplicaSettings = field(default_factory=ReplicaSettings)

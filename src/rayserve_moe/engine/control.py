@@ -13,13 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from rayserve_moe.config.given_files import is_url
+from rayserve_moe.engine.adapters import AdapterTable
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.cycle import NO_ROWS, StepCycle
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
+from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.engine.recovery.hosts import Recovery
+from rayserve_moe.engine.updates.adapters import AdapterLoads
 from rayserve_moe.engine.updates.orders import (
     LOST_WHILE_CHANGING,
     LOST_WHILE_READING,
@@ -72,6 +75,19 @@ class EngineControl:
         )
         self.tensors = TensorUpdates(executor, commands, between=between, updates=self._updates)
         self.staged = StagedUpdates(executor, commands, between, self.tensors, self._updates)
+        table = extension_of(cycle.extensions, AdapterTable)
+        self.adapters = None
+        """Loads adapters beside the weights; None on a server without."""
+        if table is not None:
+            self.adapters = AdapterLoads(
+                table,
+                executor,
+                commands,
+                self._updates,
+                version=lambda: self.card.weight_version,
+                generation=lambda: self._generation,
+                record_loss=self.record_loss,
+            )
         self.pages = PageWatch(cycle, commands)
 
     @property

@@ -74,6 +74,17 @@ class TensorReceiver(Protocol):
         """Have every host lay out the staged weights; tensors that were not sent keep their current weights."""
         ...
 
+    def add_adapter(self, key: str, adapter: SentAdapter) -> None:
+        """Have every host hold an adapter beside the weights, under a key that plans may name from now on.
+
+        Hosts that are replaced later receive it again, until it is dropped.
+        """
+        ...
+
+    def drop_adapters(self, keys: Sequence[str]) -> None:
+        """Have every host drop adapters from host memory."""
+        ...
+
     def keep(self) -> None:
         """Keep the current weights for hosts that start later, unless they are kept already. Experts must not move."""
         ...

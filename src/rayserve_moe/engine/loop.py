@@ -16,6 +16,7 @@ from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfi
 from rayserve_moe.config.derive import max_live_requests, prefill_chunk_tokens, verify_rows
 from rayserve_moe.config.settings import Settings, SpeculationSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
+from rayserve_moe.engine.adapters import AdapterTable, with_key
 from rayserve_moe.engine.admission import Capacity, check_request, sequences_of
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
@@ -79,6 +80,9 @@ class EngineLoop:
         )
         scheduler = scheduler_for(settings, card, started=self.start_report)
         capture = capture_for(scheduler, card, num_pages=self.start_report.num_pages) if card.returns_routing else None
+        adapters = None
+        if settings.adapters.num_slots:
+            adapters = AdapterTable(settings.adapters, scheduler.table, keys_in_use=lambda: self._outputs.adapters)
         self._cycle = cycle_with(
             scheduler,
             executor,
@@ -86,6 +90,7 @@ class EngineLoop:
             speculation=speculation_for(settings.speculation, scheduler, card=card),
             capture=capture,
             losses=None if self.recovery is None else StepLosses(self.recovery, scheduler),
+            adapters=adapters,
             overlaps=settings.scheduler.overlap_steps,
         )
         self._outputs = OutputDispatch(
@@ -124,8 +129,8 @@ class EngineLoop:
         `sink` receives the outputs after the `committed` outputs, in the engine thread, and must not block. A request
         id may be reused once its request has ended.
 
-        Raises: RequestError if the request cannot be served, EngineBusyError if too many requests are live,
-            EngineRebuildingError, EngineStoppedError.
+        Raises: RequestError if the request cannot be served (UnknownAdapterError for its adapter), EngineBusyError if
+            too many requests are live, EngineRebuildingError, EngineStoppedError.
         """
         max_tokens = (self.start_report.num_pages - 1) * self._settings.cache.page_size  # page 0 holds padding
         check_request(request, self.card, max_tokens=max_tokens)
@@ -135,6 +140,7 @@ class EngineLoop:
         with self._commands.lock:
             self._commands.check_open()
             self.capacity.check()
+            request = self.keyed(request)
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
             sequences = sequences_of(request, self.card, guides=guides)
@@ -143,6 +149,12 @@ class EngineLoop:
             self._outputs.add(sequences, sink)
             self._commands.post(lambda: self.control.admit(sequences, resumes=bool(committed)))
         return sequences
+
+    def keyed(self, request: GenerationRequest) -> GenerationRequest:
+        """Return a request with the key of its adapter. Raises: UnknownAdapterError if that is not loaded."""
+        loads = self.control.adapters
+        with self._commands.lock:
+            return with_key(request, loads.table if loads else None, merged=self.control.adapter)
 
     def abort(self, choices: Iterable[Sequence]) -> None:
         """End the unfinished choices among `choices` with finish reason `abort`."""
@@ -310,6 +322,8 @@ def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) 
         page_groups=started.page_groups,
         entry_groups=started.entry_groups,
         max_tokens=card.max_model_len,
+        max_adapters=settings.adapters.num_slots,
+        step_adapters=settings.adapters.num_per_step,
         num_data_ranks=settings.parallel.data_parallel_size,
         caches_prefixes=cache.enable_prefix_caching,
         verify_rows=verify_rows(scheduler, settings.speculation),
@@ -342,12 +356,13 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
     speculation: Speculation | None = None,
     capture: RoutingCapture | None = None,
     losses: StepLosses | None = None,
+    adapters: AdapterTable | None = None,
     overlaps: bool = True,
 ) -> StepCycle:
     """Return the step cycle with these features; None leaves a feature out."""
     drafted = None if speculation is None else DraftedSteps(speculation, scheduler, overlaps=overlaps)
     tally = None if eplb is None else SelectionTally(eplb.migration)
-    features = (drafted, eplb, DeferredSampling(scheduler.table), capture, tally, losses)
+    features = (drafted, eplb, adapters, DeferredSampling(scheduler.table), capture, tally, losses)
     if capture is not None:
         # A request with a cached prefix may want the routing rows of the request that computed it.
         scheduler.captures_all = scheduler.caches_prefixes

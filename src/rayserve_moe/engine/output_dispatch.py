@@ -72,6 +72,11 @@ class OutputDispatch:
         return list(self._requests)
 
     @property
+    def adapters(self) -> set[str]:
+        """Return the adapters of the live requests."""
+        return {sequences[0].request.adapter for sequences, _, _ in list(self._requests.values())} - {""}
+
+    @property
     def num_unfinished(self) -> int:
         """Return the number of choices whose end is not dispatched yet."""
         return sum(len(unfinished) for _, _, unfinished in list(self._requests.values()))

@@ -81,4 +81,4 @@ def pages_beside_copies(served: ServedModel, num_pages: int, *, num_copies: int,
 
 def _held(served: ServedModel) -> int:
     """Return the bytes of a device's share of the weights and of its staging area."""
-    return bytes_on_device(served.weights) + bytes_on_device(served.staging)
+    return bytes_on_device(served.weights) + bytes_on_device(served.beside_weights)

@@ -20,7 +20,7 @@ class MemoryPlan:
 
     weights_bytes: int
     staging_bytes: int
-    """Area for experts that move."""
+    """Area for experts that move, and resident adapters."""
     num_pages: int
     """KV pages of a data rank; 0 if no two pages fit."""
     state_bytes: int
@@ -35,7 +35,7 @@ class MemoryPlan:
 
 def memory_plan(served: ServedModel, *, free: int) -> MemoryPlan:
     """Return the memory of a model on a device with `free` bytes."""
-    weights, staging = bytes_on_device(served.weights), bytes_on_device(served.staging)
+    weights, staging = bytes_on_device(served.weights), bytes_on_device(served.beside_weights)
     left = max(0, free - weights - staging)
     if platform_of(served.config.plan.mesh) == "cpu":
         left = rounded_down(left)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from rayserve_moe.config.given_files import Reach
 from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution import memory
 from rayserve_moe.execution.drafts.model import draft_of, open_draft, spec_of
+from rayserve_moe.execution.drafts.rows import DraftRows, drafting_of, with_drafts
 from rayserve_moe.execution.kernel_report import kernel_report
 from rayserve_moe.execution.memory_plan import check_memory
 from rayserve_moe.execution.programs.buckets import filling_plan
@@ -45,12 +46,13 @@ from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepO
 from rayserve_moe.execution.step.results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step.row_updates import no_adjustment, updates_of
 from rayserve_moe.execution.step.samples import HeldInputs, HeldSamples, held_of, held_plans
+from rayserve_moe.execution.weights.adapters import HostAdapters
 from rayserve_moe.execution.weights.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.weights.placing import load_weights, open_model, with_capacity
 from rayserve_moe.execution.weights.share import read_share, read_spread
 from rayserve_moe.execution.weights.staged import StagedWeights
 from rayserve_moe.execution.weights.tensor_staging import TensorStaging
-from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.family_table import rules_of, spec_from_config
 from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
@@ -79,6 +81,8 @@ class HostRunner:
         """Writes sent weights into `staged`."""
         self._mover = _mover_for(self.served)
         """Moves experts between slots; None on a server whose experts never move."""
+        self.adapters = _adapters_for(self.served, rules_of(self._files.config, self._files.tensors))
+        """Adapters beside the weights; None on a server without."""
         self._packer = _packer_for(self.served)
         source = partial(
             BlockInputSource, captures=self.served.captures, no_choices=cache(partial(no_choices, self.config))
@@ -116,6 +120,8 @@ class HostRunner:
         loaded = kept or self._read(source)
         self.weights = with_capacity(loaded, self.served.settings.experts.capacity_factor, config=self.config)
         self.weights = replace(self.weights, draft=draft_of(self._draft, self.served.draft, dtype=self.served.dtype))
+        if self.adapters is not None:
+            self.adapters.allocate()
         self._report = replace(self._report, load_s=time.perf_counter() - started)
         return self.served.num_pages_within(memory.free_bytes(list(self.config.plan.mesh.local_devices)))
 
@@ -217,9 +223,11 @@ class HostRunner:
         moves = None if plan.migration is None else vectors_of(plan.migration)
         wanted = wanted_outputs(plan)
         held = held_of(packed, plan, processors=self.served.processors) if plan.holds_samples else None
-        drafting = _drafting(plan, self.served) if plan.wants_drafts else None
-        later = _Later(held, drafting, list(probe_runs(plan.probe, packed)) if plan.probe is not None else [])
-        run = partial(self._run, packed, updates, wanted=wanted, moves=moves, later=later)
+        drafting = drafting_of(plan, self.served) if plan.wants_drafts else None
+        probes = list(probe_runs(plan.probe, packed)) if plan.probe is not None else []
+        later = _Later(held, drafting, probes)
+        loads = () if plan.adapters is None else plan.adapters.loads
+        run = partial(self._run, packed, updates, wanted=wanted, moves=moves, loads=loads, later=later)
         pack_s = time.perf_counter() - started
         self._launches.held = held
         return partial(self._collect, self._launches.launch(run), packed=packed, pack_s=pack_s, later=later)
@@ -235,15 +243,21 @@ class HostRunner:
         *,
         wanted: frozenset[str],
         moves: MigrationVectors | None,
+        loads: tuple[tuple[int, str], ...],
         later: _Later,
     ) -> StepOutput:
         state, shape = self.state, packed.shape
         if moves is not None:
             self._move(moves)
+        if self.adapters is not None:
+            self.adapters.put(loads, program=self.programs.put_adapter)
         for update, vector in updates:
             state = update(state, vector)
         blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
-        self._state, output = self.programs.steps[shape](self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
+        step = self.programs.steps[shape]
+        if shape.num_adapters and self.adapters is not None:
+            step = partial(step, adapters=self.adapters.stacks)
+        self._state, output = step(self.weights, state, vectors_NW=packed.vectors, blocks=blocks)
         for vector in packed.copies:
             self._state = self.programs.copy(self._state, vector)
         if later.held is not None:
@@ -280,13 +294,15 @@ class HostRunner:
         device_s = time.perf_counter() - started
         failed_fetch = None if self._mover is None else self._mover.failed_fetch
         result = step_result(output, packed=packed, pack_s=pack_s, device_s=device_s, failed_fetch=failed_fetch)
-        return result if later.drafting is None else _with_drafts(result, output, later.drafting)
+        return result if later.drafting is None else with_drafts(result, output, later.drafting)
 
     def _run_each_once(self) -> None:
         """Run a real step of every shape on page 0, which belongs to no sequence, then reset the expert counts."""
         self._state = self.programs.copy(self.programs.adjust(self.state, no_adjustment()), no_copies())
         if self._mover is not None:
             self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
+        if self.adapters is not None:
+            self.adapters.put_nothing(program=self.programs.put_adapter)
         self.programs.read_counts(self.state.expert_counts_ME)
         num_rows, shows_hidden = self.served.num_rows, self.served.settings.replay.shows_hidden
         for shape in self._packer.shapes:
@@ -333,6 +349,10 @@ def _mover_for(served: ServedModel) -> MigrationRunner | None:
     return MigrationRunner(served.config, dtype=served.dtype, slots_per_step=slots_per_step)
 
 
+def _adapters_for(served: ServedModel, rules: Mapping[str, str]) -> HostAdapters | None:
+    return None if served.adapters is None else HostAdapters(served, rules=rules)
+
+
 def _packer_for(served: ServedModel) -> Packer:
     return Packer(
         served.shapes,
@@ -352,48 +372,3 @@ def _staging_for(served: ServedModel) -> StagedWeights:
         roots=served.settings.updates.weight_roots,
         draft=served.draft,
     )
-
-
-def _drafting(plan: StepPlan, served: ServedModel) -> DraftRows | None:
-    rows, ranks = served.num_rows, served.config.plan.data_size
-    return draft_rows(plan, sizes=draft_sizes(served), rows_per_rank=rows, num_ranks=ranks)
-
-
-def _with_drafts(result: StepResult, output: StepOutput, drafting: DraftRows) -> StepResult:
-    """Wait for the drafts of a step and return its result with them."""
-    assert output.drafts_NSK is not None, "drafts were requested"
-    begun = time.perf_counter()
-    return replace(result, drafts=drafts_of(output.drafts_NSK, drafting.places), draft_s=time.perf_counter() - begun)
-
-
-class DraftRows(NamedTuple):
-    """Rows that a draft model drafts for after a step."""
-
-    rows_NS: np.ndarray
-    """Rows of each data rank, int32 [data ranks, rows], padded by the first row id beyond the table."""
-    places: np.ndarray
-    """Index in the flattened `rows_NS` of each row that the plan samples, in the order of the plan."""
-
-
-def draft_rows(plan: StepPlan, *, sizes: tuple[int, ...], rows_per_rank: int, num_ranks: int) -> DraftRows | None:
-    """Return the rows that a plan wants drafts for, padded to the smallest fitting of `sizes`, or None without any.
-
-    A plan with deferred sampling has no drafts, because its samples do not exist yet.
-    """
-    sampled = plan.chunks.rows[plan.chunks.samples]
-    if not plan.wants_drafts or plan.holds_samples or not len(sampled):
-        return None
-    is_first = np.concatenate([[True], sampled[1:] != sampled[:-1]])
-    ranks, rows = np.divmod(sampled[is_first], rows_per_rank)
-    counts = np.bincount(ranks, minlength=num_ranks)
-    within = np.arange(len(ranks)) - (np.cumsum(counts) - counts)[ranks]
-    size = next(size for size in sizes if size >= counts.max())
-    rows_NS = np.full((num_ranks, size), rows_per_rank, np.int32)
-    rows_NS[ranks, within] = rows
-    return DraftRows(rows_NS, ranks * size + within)
-
-
-def drafts_of(drafts_NSK: jax.Array, locations: np.ndarray) -> np.ndarray:
-    """Return the drafts of the rows at `locations` among all data ranks, int32 [rows, K]."""
-    of_all = np.asarray(drafts_NSK)
-    return np.ascontiguousarray(of_all.reshape(-1, of_all.shape[2])[locations])

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.config import derive
+from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.config.settings import (
     BalancingSettings,
     CacheSettings,
@@ -33,14 +34,15 @@ from rayserve_moe.execution.step.device_state import state_shapes
 from rayserve_moe.execution.step.inputs import num_columns
 from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepConfig, StepShape
 from rayserve_moe.execution.weights.migration import staging_shapes
-from rayserve_moe.execution.weights.placing import first_placement, model_config, weight_shapes
+from rayserve_moe.execution.weights.placing import first_placement, model_config, parameter_tree, weight_shapes
 from rayserve_moe.experts.migration import SlotArrays
 from rayserve_moe.kernels.attention_config import PoolFormat
+from rayserve_moe.model.adapters import adapter_shapes
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import DraftSpec
 from rayserve_moe.model.layers.index_rows import STATE as INDEX_KEYS
 from rayserve_moe.model.layers.index_rows import index_layout
-from rayserve_moe.model.model_config import Captures, ModelConfig
+from rayserve_moe.model.model_config import AdapterStacks, Captures, ModelConfig
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import KeptState, entry_states, layer_pages_of, states_of, states_within, token_states
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -61,6 +63,7 @@ class RunnerSettings:
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     structured: StructuredSettings = field(default_factory=StructuredSettings)
+    adapters: AdapterSettings = field(default_factory=AdapterSettings)
     processors_digest: str = ""
     """Digest of the source of the logit processors, equal on every host."""
 
@@ -84,6 +87,7 @@ def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
         settings.logging,
         settings.speculation,
         settings.structured,
+        settings.adapters,
     )
 
 
@@ -91,7 +95,8 @@ def runner_settings(settings: Settings, model: ModelSettings) -> RunnerSettings:
 class ServedModel:
     """Layout derived from settings, model and mesh; the devices may belong to a topology that is not present.
 
-    `placement` is the initial placement of experts. `shapes` are the step shapes to compile. Weights, staging area and
+    `placement` is the initial placement of experts. `shapes` are the step shapes to compile, those without adapters
+    first. Weights, staging area and
     state are shapes with shardings.
     """
 
@@ -167,9 +172,28 @@ class ServedModel:
         return replace(shapes, draft=None if self.draft is None else draft_shapes(self.draft, dtype=self.dtype))
 
     @cached_property
+    def adapters(self) -> AdapterStacks | None:
+        """Return the resident adapters; None on a server without."""
+        return self._adapter_shapes(self.settings.adapters.num_slots) if self.settings.adapters.num_slots else None
+
+    @cached_property
+    def single_adapter(self) -> AdapterStacks:
+        """Return the shapes of an adapter."""
+        return self._adapter_shapes(None)
+
+    def _adapter_shapes(self, num_slots: int | None) -> AdapterStacks:
+        tree, rank = parameter_tree(self.config, dtype=self.dtype), self.settings.adapters.compiled_rank
+        return adapter_shapes(tree, self.config, dtype=self.dtype, rank=rank, num_slots=num_slots)
+
+    @cached_property
     def staging(self) -> SlotArrays | None:
         """Return the staging area for moving experts, or None if they never move."""
         return staging_shapes(self.config, dtype=self.dtype) if self.moves_experts else None
+
+    @property
+    def beside_weights(self) -> tuple[SlotArrays | None, AdapterStacks | None]:
+        """Return what the devices hold beside weights and state."""
+        return self.staging, self.adapters
 
     def num_pages_within(self, free: int) -> int:
         """Return the pages of a data rank if a device has `free` bytes beside weights and staging area.
@@ -280,6 +304,8 @@ def served_model(
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)
+    if num_adapters := settings.adapters.num_per_step:
+        shapes = (*shapes, *(replace(shape, num_adapters=num_adapters) for shape in shapes))
     of_draft = None if draft is None else draft_config(draft, config, pool=settings.pool_format)
     processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)

@@ -37,6 +37,8 @@ class AskedRequest:
     """Number of choices of each engine request."""
     weight_version: str = ""
     """Version that served at its arrival."""
+    adapters: tuple[str, ...] = ()
+    """Key of the adapter of each engine request, with the digest of its bytes; empty for none."""
 
     def packed(self) -> bytes:
         """Return the request as bytes."""
@@ -45,8 +47,8 @@ class AskedRequest:
     @classmethod
     def read(cls, record: bytes) -> AskedRequest:
         """Return the request from its bytes."""
-        *texts, prompts, seeds, choices, version = msgpack.unpackb(record, raw=False)
-        return cls(*texts, tuple(prompts), tuple(seeds), tuple(choices), version)
+        *texts, prompts, seeds, choices, version, adapters = msgpack.unpackb(record, raw=False)
+        return cls(*texts, tuple(prompts), tuple(seeds), tuple(choices), version, tuple(adapters))
 
 
 def packed_update(choice: int, update: ChoiceResult) -> bytes:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_moe.scheduling.page_digests import DIGEST_BYTES, chained_digests, root_digest
+from rayserve_moe.scheduling.page_digests import DIGEST_BYTES, chained_digests, root_digest, salt_of
 from rayserve_moe.scheduling.page_events import PageChange, PagesAdded, PagesCleared, PagesRemoved
 from rayserve_moe.scheduling.pages import NULL_PAGE
 
@@ -39,8 +39,8 @@ class PageMessage(NamedTuple):
 class PageLog:
     """Turns changes of pages into events, and keeps their sum.
 
-    `num_pages` and `page_size` hold for every data rank. A namespace that is not a tuple of a salt is private; its
-    pages are never published. Each log has its own epoch, even for the same engine.
+    `num_pages` and `page_size` hold for every data rank. A namespace that is not a tuple, of a salt and an adapter if
+    any, is private; its pages are never published. Each log has its own epoch, even for the same engine.
     """
 
     def __init__(self, key: bytes, *, num_data_ranks: int, num_pages: int, page_size: int) -> None:
@@ -86,7 +86,7 @@ class PageLog:
             return None
         above = table[change.above].tobytes()
         if change.above == NULL_PAGE:
-            above = root_digest(self._key, change.namespace[0])
+            above = root_digest(self._key, salt_of(*change.namespace))
         body = b"".join(chained_digests(self._key, above, run=change.run, page_bytes=self._page_bytes))
         table[change.page_ids] = np.frombuffer(body, np.uint64)
         return ADDED, rank, body

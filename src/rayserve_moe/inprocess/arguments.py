@@ -21,7 +21,7 @@ from rayserve_moe.text.tokenizer import Tokenizer
 from rayserve_moe.text.truncation import truncation_to
 
 FORCED, FORCED_INDEX, FORCED_GATES = "forced_routed_experts", "forced_indexer_topk", "forced_router_gates"
-INDEX_FORM = "indexer_topk_format"
+INDEX_FORM, ADAPTER = "indexer_topk_format", "lora_path"
 _OPTIONS_WITHOUT_FIELD = {
     "return_logprob": FLAG,
     "logprob_start_len": whole(-1, INT32_MAX),
@@ -143,7 +143,8 @@ def requests_from(
     positions above p, -1 none. `forced_routed_experts` replaces the router's selection at prompt positions from 0: an
     array [rows, MoE layers, k] or any encoding of an answer; for a batch a list with an entry per prompt.
     `forced_indexer_topk` and `forced_router_gates` likewise replace the choice of indexes and the experts' weights at
-    the same positions. `indexer_topk_format` is the form of index rows in the answer.
+    the same positions. `indexer_topk_format` is the form of index rows in the answer. `lora_path` is the name of an
+    adapter, or a list with a name or None per prompt.
     """
     each = one_each(sampling_params, len(prompts.ids), single=Mapping, otherwise={})
     lengths = list(map(len, prompts.ids))
@@ -160,14 +161,24 @@ def requests_from(
         forced = decode_each_forced_gates(keywords.get(FORCED_GATES), forced, is_batch=prompts.is_batch)
     except ValueError as error:
         raise RequestError(f"{FORCED_GATES}: {error}", FORCED_GATES) from error
-    given = read_given(keywords, options=OPTIONS)
+    adapters = _each_adapter(keywords.get(ADAPTER), len(prompts.ids))
+    given = read_given({name: value for name, value in keywords.items() if name != ADAPTER}, options=OPTIONS)
     for name, values in _OPTIONS_WITHOUT_FIELD.items():
         if name in given:
             given[name] = _read(values, given[name], name)
     on_top = {"return_routed_experts": False, **given, "stream": streams}
     return [
-        build_request(ids, read_given(params) | on_top, dialect=SGLANG, card=card, request_id=rid, forced=rows)
-        for ids, params, rows, rid in zip(prompts.ids, each, forced, _rids(keywords.get("rid"), prompts), strict=True)
+        build_request(
+            ids,
+            read_given(params) | on_top | read_given({ADAPTER: adapter}, options=OPTIONS),
+            dialect=SGLANG,
+            card=card,
+            request_id=rid,
+            forced=rows,
+        )
+        for ids, params, rows, rid, adapter in zip(
+            prompts.ids, each, forced, _rids(keywords.get("rid"), prompts), adapters, strict=True
+        )
     ]
 
 
@@ -188,6 +199,14 @@ def _rids(rid: str | Sequence[str] | None, prompts: Prompts) -> list[str | None]
         is_stem = rid is not None and prompts.is_batch
         return [f"{rid}_{place}" if is_stem else rid for place in range(len(prompts.ids))]
     return one_each(rid, len(prompts.ids), single=str, otherwise=None)
+
+
+def _each_adapter(given: Any, count: int) -> list[Any]:
+    """Return the adapter of each prompt. Raises: RequestError for a list of another length."""
+    each = list(given) if isinstance(given, list | tuple) else [given] * count
+    if len(each) != count:
+        raise RequestError(f"{len(each)} adapters for {count} prompts", ADAPTER)
+    return each
 
 
 def request_with(

@@ -34,8 +34,8 @@ from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.updates.adapters import adapter_order, load_fault, unload_fault
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.execution.weights.adapters import HostAdapters
 from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
-from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.inprocess.arguments import INDEX_FORM, Prompts, prompts_from, requests_from, single_prompt_from
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.parallel.mesh import local_devices, plan_for
@@ -173,24 +173,35 @@ class Engine:
         lora_name: str = "",
         weight_version: str | None = None,
         abort_all_requests: bool = False,
+        merge: bool = False,
     ) -> WeightOutcome:
-        """Merge the LoRA adapter of a directory into the configured checkpoint, in place of any other adapter.
+        """Load the LoRA adapter of a directory, under a name that is the model's by default.
 
-        Its name is the model's by default. Returns like `update_weights_from_disk`.
+        With `max_loras`, requests name it by `lora_path`, beside others. Otherwise, or to `merge`, it is merged into
+        the configured checkpoint, in place of any other. Returns like `update_weights_from_disk`.
         """
-        if fault := load_fault(self.loop.control.adapter):
+        loads = None if merge else self.loop.control.adapters
+        if loads is None and (fault := load_fault(self.loop.control.adapter)):
             return WeightOutcome(False, fault, self.card.weight_version)
+        path = str(Path(lora_path).absolute())
         try:
-            body = adapter_body(str(Path(lora_path).absolute()))
+            body = adapter_body(path)
         except CheckpointError as error:
             return WeightOutcome(False, one_line(str(error)), self.card.weight_version)
+        if loads is not None:
+            adapter = read_bucket(body)
+            assert isinstance(adapter, SentAdapter), "the body of an adapter"
+            return loads.load(adapter, lora_name or self.card.name, path=path).result()
         order = adapter_order(
             lora_name or self.card.name, weight_version=weight_version, aborts_requests=abort_all_requests
         )
         return self.loop.control.tensors.stage(read_bucket(body), order).result()
 
     def unload_lora_adapter(self, lora_name: str = "", *, weight_version: str | None = None) -> WeightOutcome:
-        """Restore the configured checkpoint to the bit, if the adapter of this name is merged."""
+        """Unload the adapter of a name; if it is merged, restore the configured checkpoint to the bit."""
+        loads = self.loop.control.adapters
+        if loads is not None and (lora_name or self.card.name) in loads.table.current:
+            return loads.unload(lora_name or self.card.name).result()
         if fault := unload_fault(self.loop.control.adapter, lora_name or self.card.name):
             return WeightOutcome(False, fault, self.card.weight_version)
         order = adapter_order("", weight_version=weight_version)
@@ -264,8 +275,12 @@ class Engine:
 class LocalTensors:
     """Tensor staging within this process; implements `engine.executor.TensorReceiver`."""
 
-    def __init__(self, staging: TensorStaging) -> None:
-        self._staging = staging
+    def __init__(self, runner: HostRunner) -> None:
+        self._staging, self._held = runner.tensors, runner.adapters
+
+    def _adapters(self) -> HostAdapters:
+        assert self._held is not None, "a server with max_loras holds adapters"
+        return self._held
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:
         self._staging.begin(expert_of_slot)
@@ -289,6 +304,13 @@ class LocalTensors:
         self._staging.merge(adapter.body, threading.Event())
         return self._staging.max_rounding
 
+    def add_adapter(self, key: str, adapter: SentAdapter) -> None:
+        self._adapters().add(key, adapter.body)
+
+    def drop_adapters(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._adapters().remove(key)
+
     def finish(self) -> None:
         self._staging.finish(threading.Event())
 
@@ -304,7 +326,7 @@ class LocalExecutor:
 
     def __init__(self, runner: HostRunner, updates: UpdateSettings | None = None) -> None:
         self.runner = runner
-        self.tensors = LocalTensors(runner.tensors)
+        self.tensors = LocalTensors(runner)
         self._reading, self._updates = WeightReading(runner.staged), updates or UpdateSettings()
 
     def start(self) -> StartReport:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.kv_pool import kv_rows
 from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
@@ -25,7 +26,12 @@ class StackedWeights(NamedTuple):
 
 
 def project_heads(
-    normed_TD: jax.Array, weights: Mapping[str, jax.Array], *, rotation: Rotation, config: AttentionConfig
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    *,
+    rotation: Rotation,
+    config: AttentionConfig,
+    adapters: LayerAdapters | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries, keys and values of this device's heads, [T, heads, h] each, values [T, heads, v].
 
@@ -33,7 +39,9 @@ def project_heads(
     head by itself, or all heads of all devices together. Without a matrix of values, values are the projected keys.
     """
     queries, keys, values = (
-        project(normed_TD, weights[matrix], weights.get(bias)).reshape(len(normed_TD), -1, width)
+        project(normed_TD, weights[matrix], weights.get(bias), name=matrix, adapters=adapters).reshape(
+            len(normed_TD), -1, width
+        )
         for matrix, bias, width in (
             ("q_LDH", "q_bias_LH", config.head_dim),
             ("k_LDG", "k_bias_LG", config.head_dim),
@@ -54,13 +62,14 @@ def project_heads(
     return queries, keys, values
 
 
-def project_rows(
+def project_rows(  # noqa: PLR0913 (weights in several forms)
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
     *,
     rotation: Rotation,
     config: AttentionConfig,
     stacked: StackedWeights | None = None,
+    adapters: LayerAdapters | None = None,
     rows_of: Callable[[jax.Array, jax.Array], jax.Array] = kv_rows,
 ) -> tuple[jax.Array, jax.Array]:
     """Return queries [T, heads, h], and rows of the pool: by `kv_pool.kv_rows` [T, KV heads, h + v].
@@ -68,7 +77,7 @@ def project_rows(
     `stacked` holds the weights of all layers, for kernels that read a layer in place.
     """
     del stacked
-    queries, keys, values = project_heads(normed_TD, weights, rotation=rotation, config=config)
+    queries, keys, values = project_heads(normed_TD, weights, rotation=rotation, config=config, adapters=adapters)
     return queries, rows_of(keys, values)
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.kernels.adapters import LayerAdapters, with_adapters
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights, project_rows
 from rayserve_moe.kernels.kv_pool import StatePages, write_rows
@@ -132,7 +133,7 @@ class AttentionInputs(NamedTuple):
     `model.parameters`, the tokens of the step, their rotation, and the layer's number; optionally the results of
     `AttentionKernels.describe_singles` and `AttentionKernels.norm_and_project`, and float32 factors of the queries of
     latent attention [T] and the positions that tokens see, int32 [T, K], ascending with -1 behind (None: all), or the
-    blocks that they see with the queries of each KV head, [T, G, K]."""
+    blocks that they see with the queries of each KV head, [T, G, K]; and the adapters of tokens, if any has one."""
 
     weights: Mapping[str, jax.Array]
     batch: TokenBatch
@@ -142,6 +143,7 @@ class AttentionInputs(NamedTuple):
     projected: tuple[jax.Array, jax.Array] | None = None
     query_scale_T: jax.Array | None = None
     chosen_TK: jax.Array | None = None
+    adapters: LayerAdapters | None = None
 
 
 def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
@@ -162,12 +164,17 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     `batch.layer_pages` assigns. `decode` attends the single tokens, `prefill` the blocks; `project` has the signature
     of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends.
     """
-    weights, batch, rotation, layer, singles, projected, _, chosen_TGK = inputs
+    weights, batch, rotation, layer, singles, projected, _, chosen_TGK, adapters = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
         queries, rows = projected or project(
-            normed_TD, of_layer, rotation=rotation, config=config, stacked=StackedWeights(weights, layer)
+            normed_TD,
+            of_layer,
+            rotation=rotation,
+            config=config,
+            stacked=StackedWeights(weights, layer),
+            adapters=adapters,
         )
     rows = paired_rows(rows) if is_paired(kv_pages.dtype) else rows
     num_late = batch.num_singles if write_and_decode else 0
@@ -187,19 +194,27 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 
         attended_THh, kv_pages = _attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
-        attended_TH = _gated(attended_THh, normed_TD, of_layer, config).reshape(normed_TD.shape[0], -1)
+        attended_THh = _gated(attended_THh, normed_TD, of_layer, config=config, adapters=adapters)
+        attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
         out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
+        out_TD = with_adapters(out_TD, attended_TH, "o_LHD", adapters=adapters)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
 def _gated(
-    attended_THh: jax.Array, normed_TD: jax.Array, weights: Mapping[str, jax.Array], config: AttentionConfig
+    attended_THh: jax.Array,
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    *,
+    config: AttentionConfig,
+    adapters: LayerAdapters | None,
 ) -> jax.Array:
     """Return attended values times their gates [T, H, v], or [T, H, 1] if a head has a single gate."""
     if config.output_gate == "none":
         return attended_THh
-    matrix = weights["gate_LDA"] if "gate_LDA" in weights else weights["gate_LDH"]
-    gates = GATES[config.output_gate](multiply(normed_TD, matrix).astype(jnp.float32))
+    name = "gate_LDA" if "gate_LDA" in weights else "gate_LDH"
+    made = multiply(normed_TD, weights[name], name=name, adapters=adapters)
+    gates = GATES[config.output_gate](made.astype(jnp.float32))
     return (attended_THh * gates.reshape(*attended_THh.shape[:2], -1)).astype(attended_THh.dtype)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.adapters import LayerAdapters, with_absorbed, with_adapters, with_expanded
 from rayserve_moe.kernels.attention_layer import (
     AttentionInputs,
     PagedAttention,
@@ -63,14 +64,15 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     the rows of `rows_of`; `rotation` is for r elements. Queries come from a latent of their own if `weights` have it
     (q_a, q_a_norm, q_b). A token sees the positions of `inputs.chosen_TK` only, if given.
     """
-    weights, batch, rotation, layer, singles, _, query_scale_T, chosen_TK = inputs
+    weights, batch, rotation, layer, singles, _, query_scale_T, chosen_TK, adapters = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_layer = {name: stacked[layer] for name, stacked in weights.items() if name not in ("k_b_LHC", "v_b_LHC")}
     latent_width = len(of_layer["kv_a_norm_LC"])
     with jax.named_scope("projections"):
-        latents_T1C = _latents(normed_TD, of_layer, rotation, config)
-        queries_TH, k_b_HC = _slice_after(_queries(normed_TD, of_layer, config), weights["k_b_LHC"], layer)
-        queries_TAC = _absorb(queries_TH, k_b_HC, rotation, config)
+        latents_T1C = _latents(normed_TD, of_layer, rotation, config=config, adapters=adapters)
+        queries_TH = _queries(normed_TD, of_layer, config, adapters=adapters)
+        queries_TH, k_b_HC = _slice_after(queries_TH, weights["k_b_LHC"], layer)
+        queries_TAC = _absorb(queries_TH, k_b_HC, rotation, config=config, adapters=adapters)
         queries_TAC = queries_TAC if query_scale_T is None else queries_TAC * query_scale_T[:, None, None]
         queries_TAC, v_b_HC = _slice_after(queries_TAC, weights["v_b_LHC"], layer)
     num_late = batch.num_singles if write_and_decode else 0
@@ -83,9 +85,12 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
         attended_TAC, kv_pages = attend_blocks(queries_TAC, kv_pages, step, kernels=kernels, described=described)
     with jax.named_scope("output_product"):
         v_b_AvC = v_b_HC.reshape(attended_TAC.shape[1], -1, latent_width)
-        values_TAv = _multiply("TAC,AvC->TAv", attended_TAC.astype(normed_TD.dtype), v_b_AvC).astype(normed_TD.dtype)
-        values_TH = values_TAv.reshape(len(normed_TD), -1)
+        attended_TAC = attended_TAC.astype(normed_TD.dtype)
+        values_TAv = _multiply("TAC,AvC->TAv", attended_TAC, v_b_AvC)
+        values_TAv = with_expanded(values_TAv, attended_TAC, "v_b_LHC", adapters=adapters)
+        values_TH = values_TAv.astype(normed_TD.dtype).reshape(len(normed_TD), -1)
         out_TD = jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
+        out_TD = with_adapters(out_TD, values_TH, "o_LHD", adapters=adapters)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
@@ -104,28 +109,44 @@ def attend_by_choice(
 
 
 def _latents(
-    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: LatentConfig
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    rotation: Rotation,
+    *,
+    config: LatentConfig,
+    adapters: LayerAdapters | None,
 ) -> jax.Array:
     """Return the cached row of each token: its normed latent, and the rotated key of all heads, [T, 1, C + r]."""
     latent_width = len(weights["kv_a_norm_LC"])
-    projected_T1C = project(normed_TD, weights["kv_a_LDC"], weights.get("kv_a_bias_LC"))[:, None]
+    bias = weights.get("kv_a_bias_LC")
+    projected_T1C = project(normed_TD, weights["kv_a_LDC"], bias, name="kv_a_LDC", adapters=adapters)[:, None]
     latents_T1C, keys_T1r = projected_T1C[..., :latent_width], projected_T1C[..., latent_width:]
     latents_T1C = rms_norm(latents_T1C, weights["kv_a_norm_LC"], config.norm_eps)
     keys_T1r = rotate(keys_T1r, rotation, interleaved=config.interleaved_rotation)
     return jnp.concatenate([latents_T1C, keys_T1r], axis=-1)
 
 
-def query_latents(normed_TD: jax.Array, weights: Mapping[str, jax.Array], *, norm_eps: float) -> jax.Array:
+def query_latents(
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    *,
+    norm_eps: float,
+    adapters: LayerAdapters | None = None,
+) -> jax.Array:
     """Return the normed latents of queries, [T, R]."""
-    latents_TR = project(normed_TD, weights["q_a_LDR"], weights.get("q_a_bias_LR"))
+    bias = weights.get("q_a_bias_LR")
+    latents_TR = project(normed_TD, weights["q_a_LDR"], bias, name="q_a_LDR", adapters=adapters)
     return rms_norm(latents_TR, weights["q_a_norm_LR"], norm_eps)
 
 
-def _queries(normed_TD: jax.Array, weights: Mapping[str, jax.Array], config: LatentConfig) -> jax.Array:
+def _queries(
+    normed_TD: jax.Array, weights: Mapping[str, jax.Array], config: LatentConfig, *, adapters: LayerAdapters | None
+) -> jax.Array:
     """Return queries before rotation, [T, H]."""
     if "q_a_LDR" in weights:
-        return project(query_latents(normed_TD, weights, norm_eps=config.norm_eps), weights["q_b_LRH"])
-    return project(normed_TD, weights["q_LDH"])
+        latents_TR = query_latents(normed_TD, weights, norm_eps=config.norm_eps, adapters=adapters)
+        return project(latents_TR, weights["q_b_LRH"], name="q_b_LRH", adapters=adapters)
+    return project(normed_TD, weights["q_LDH"], name="q_LDH", adapters=adapters)
 
 
 def _slice_after(rows: jax.Array, stacked: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -138,13 +159,21 @@ def _slice_after(rows: jax.Array, stacked: jax.Array, layer: jax.Array) -> tuple
     return rows, stacked[layer]
 
 
-def _absorb(queries_TH: jax.Array, k_b_HC: jax.Array, rotation: Rotation, config: LatentConfig) -> jax.Array:
+def _absorb(
+    queries_TH: jax.Array,
+    k_b_HC: jax.Array,
+    rotation: Rotation,
+    *,
+    config: LatentConfig,
+    adapters: LayerAdapters | None,
+) -> jax.Array:
     """Return queries against latents and the shared rotated key, float32 [T, A, C + r]."""
     k_b_AnC = k_b_HC.reshape(-1, config.nope_dim, k_b_HC.shape[1])
     queries_TAh = queries_TH.reshape(len(queries_TH), len(k_b_AnC), -1)
     plain_TAn, turned_TAr = queries_TAh[..., : config.nope_dim], queries_TAh[..., config.nope_dim :]
     turned_TAr = rotate(turned_TAr, rotation, interleaved=config.interleaved_rotation)
     absorbed_TAC = _multiply("AnC,TAn->TAC", k_b_AnC, plain_TAn)
+    absorbed_TAC = with_absorbed(absorbed_TAC, plain_TAn, "k_b_LHC", adapters=adapters)
     return jnp.concatenate([absorbed_TAC, turned_TAr.astype(jnp.float32)], axis=-1)
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.kv_pool import write_rows
 from rayserve_moe.kernels.latent_attention import query_latents
@@ -62,7 +63,7 @@ def choose_layer_tokens(
     of_layer = {name: weights[name][layer] for name in (*INDEX, *QUERY_LATENTS) if name in weights}
     with jax.named_scope("index_projections"):
         keys_T1d = _keys(normed_TD, of_layer, rotation, config)
-        queries_TAd = _queries(normed_TD, of_layer, rotation, config)
+        queries_TAd = _queries(normed_TD, of_layer, rotation, config=config, adapters=inputs.adapters)
         weights_TA = _head_weights(normed_TD, of_layer["index_weights_LDA"], queries_TAd.shape[-1])
     with jax.named_scope("index_update"):
         slots_T = batch.kv_slots_T + first_page * key_pages.shape[1]
@@ -137,10 +138,15 @@ def _keys(normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rota
 
 
 def _queries(
-    normed_TD: jax.Array, weights: Mapping[str, jax.Array], rotation: Rotation, config: IndexConfig
+    normed_TD: jax.Array,
+    weights: Mapping[str, jax.Array],
+    rotation: Rotation,
+    *,
+    config: IndexConfig,
+    adapters: LayerAdapters | None,
 ) -> jax.Array:
     """Return the queries of each token, [T, A, d]."""
-    latents_TR = query_latents(normed_TD, weights, norm_eps=config.latent_eps)
+    latents_TR = query_latents(normed_TD, weights, norm_eps=config.latent_eps, adapters=adapters)
     queries_Ti = project(latents_TR, weights["index_q_LRi"])
     queries_TAd = queries_Ti.reshape(len(normed_TD), config.num_heads, -1)
     return rotate(queries_TAd, rotation, interleaved=config.interleaved_rotation)

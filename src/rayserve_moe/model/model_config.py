@@ -12,6 +12,7 @@ import jax
 from rayserve_moe.experts.balanced_layer import StepCapacity
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacementArrays
+from rayserve_moe.kernels.adapters import AdapterPair, LayerAdapters, TokenAdapters
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.model.spec import ModelSpec
@@ -74,6 +75,17 @@ class ForcedChoices(NamedTuple):
     """Positions that each sees, int32 by layer with an index, ascending with -1 behind."""
 
 
+AdapterStacks = dict[str, dict[str, AdapterPair]]
+"""Resident adapters by group and name of the parameters that they change, as in `model.adapters`."""
+
+
+class StepAdapters(NamedTuple):
+    """Resident adapters, and those of the tokens of a step."""
+
+    stacks: AdapterStacks
+    tokens: TokenAdapters
+
+
 class StepInputs(NamedTuple):
     """Arrays that all layers of a step share."""
 
@@ -94,3 +106,12 @@ class StepInputs(NamedTuple):
     """Capacity of slots, or None without a limit."""
     sketch_DP: jax.Array | None = None
     """Projections of the residual stream, float32, if layers return evidence for audits."""
+    adapters: StepAdapters | None = None
+    """Adapters of tokens; None if no token of the step has one."""
+
+
+def adapters_of(inputs: StepInputs, group: str, layer: jax.Array) -> LayerAdapters | None:
+    """Return the adapters of a layer for a group of parameters; `layer` is its index within the group."""
+    if inputs.adapters is None or group not in inputs.adapters.stacks:
+        return None
+    return LayerAdapters(inputs.adapters.stacks[group], layer, inputs.adapters.tokens)

@@ -28,6 +28,7 @@ from rayserve_moe.model.model_config import (
     ModelConfig,
     Parameters,
     Pools,
+    StepAdapters,
 )
 from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
@@ -78,6 +79,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
     asked: tuple[int, ...] = (),
     captures: Captures = NO_CAPTURES,
     sketch_DP: jax.Array | None = None,
+    adapters: StepAdapters | None = None,
 ) -> ForwardOutput:
     """Run all layers on a device's share; must be called inside the sharded step.
 
@@ -87,7 +89,8 @@ def forward(  # noqa: PLR0913 (the options of a call)
     selection in prefill blocks; balanced selection ignores it. `forced_choices` likewise replace the choices of
     indexes. `capacity_factor` is a float32 scalar if slots have limited capacity. `asked` are layers whose inputs are
     returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK` and `gates_MTK`;
-    projections `sketch_DP` (float32) request `audit`.
+    projections `sketch_DP` (float32) request `audit`. `adapters` are those of the tokens; without them no
+    token has one.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
     is_forced = capacity = None
@@ -103,6 +106,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
         capacity=capacity,
         choices=forced_choices,
         sketch_DP=sketch_DP,
+        adapters=adapters,
     )
     captured_runs, chosen_runs, entering = [], [], {}
     sketch_runs = [] if sketch_DP is None else [sketch_of(hidden_TD, sketch_DP)[None]]

@@ -14,6 +14,11 @@ DIGEST_BYTES = 8
 KEY_BYTES = 32
 
 
+def salt_of(cache_salt: str, adapter: str = "") -> str:
+    """Return the salt of prompts with an adapter, a name or a key. Routers know names only, so keys share a salt."""
+    return f"{cache_salt}\0{adapter.rpartition('@')[0] or adapter}" if adapter else cache_salt
+
+
 def root_digest(key: bytes, salt: str) -> bytes:
     """Return the digest that precedes the first page of prompts under `salt`."""
     return hashlib.blake2b(

@@ -49,6 +49,10 @@ class StepLimits:
     """Groups of layers with entries."""
     verify_rows: int = 0
     """Single tokens of a step without prompts, for sequences with drafts."""
+    max_adapters: int = 0
+    """Adapters of the sequences that run on all ranks."""
+    step_adapters: int = 0
+    """Adapters of the sequences that run on a rank."""
 
 
 class ChunkRun(NamedTuple):
@@ -304,7 +308,8 @@ def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequenc
     waiting sequence.
 
     Matching all sequences takes too long, so their last counts are kept (`QueueState.num_cached`). CANDIDATES each are
-    matched anew: at the front, never matched before, and with the most cached tokens.
+    matched anew: at the front, never matched before, and with the most cached tokens. `cached_tokens` returns -1 for a
+    sequence that has to wait for others to end.
     """
     front, queue = waiting[0], waiting[0].queue
     max_passes = max(MIN_PASSES, PASSES_PER_WAITING * len(waiting))

@@ -96,7 +96,8 @@ class Scheduler:
         leader, *followers = choices
         leader.group.followers = followers
         request = leader.request
-        probe = probe_for(request, self.weight_version) if request.wants_evidence else None
+        version = request.version_label(self.weight_version)
+        probe = probe_for(request, version) if request.wants_evidence else None
         for sequence in choices:
             sequence.group.choices = choices
             sequence.cache.namespace = self._namespace(request)
@@ -215,10 +216,15 @@ class Scheduler:
         open_steps = [step for step in steps if step.rank.free_rows]
         if not open_steps or not self.waiting:
             return False
-        ranks = [step.rank for step in open_steps]
-        place = next_to_admit(self.waiting, cached_tokens=lambda s: max(rank.num_cached(s) for rank in ranks))
+
+        def cached_tokens(sequence: Sequence) -> int:
+            ranks = [step.rank for step in open_steps if self._takes_adapter(sequence, step.rank)]
+            return max((rank.num_cached(sequence) for rank in ranks), default=-1)
+
+        place = next_to_admit(self.waiting, cached_tokens=cached_tokens)
         sequence = self.waiting[place]
-        for step in sorted(open_steps, key=lambda s: (-s.rank.num_cached(sequence), len(s.rank.running))):
+        taking = [step for step in open_steps if self._takes_adapter(sequence, step.rank)]
+        for step in sorted(taking, key=lambda s: (-s.rank.num_cached(sequence), len(s.rank.running))):
             if step.admit(sequence):
                 if step.has_followers:
                     fork_followers(step, page_size=self._limits.page_size)
@@ -244,11 +250,26 @@ class Scheduler:
                 rank.cache_computed(sequence, num_known)
         rank.release_pages(sequence)
 
+    def _takes_adapter(self, sequence: Sequence, rank: DataRank) -> bool:
+        """Return True if steps of a rank have a place for the adapter of a sequence beside those that run."""
+        key = sequence.request.adapter
+        if not key:
+            return True
+        here, *others = (
+            {running.request.adapter for running in each.running} - {""}
+            for each in (rank, *(other for other in self.ranks if other is not rank))
+        )
+        everywhere = here.union(*others)
+        if key in here:
+            return True
+        is_resident = key in everywhere or len(everywhere) < self._limits.max_adapters
+        return is_resident and len(here) < self._limits.step_adapters
+
     def _namespace(self, request: GenerationRequest) -> Hashable:
         """Return the namespace of the cached prefixes of a request."""
         if self._is_private(request):
             return request.request_id
-        return (request.cache_salt,)
+        return (request.cache_salt, request.adapter) if request.adapter else (request.cache_salt,)
 
     def _is_private(self, request: GenerationRequest) -> bool:
         """Return True if only the choices of the request share its prefixes, as with forced routing."""
@@ -284,7 +305,7 @@ def change_weights(scheduler: Scheduler, weight_version: str) -> None:
         if sequence.num_outputs and sequence.request.wants_rows:
             sequence.cache.num_cacheable = sequence.num_prompt_tokens
         if (probe := sequence.evidence.probe) is not None:
-            probe.change_weights(weight_version)
+            probe.change_weights(sequence.request.version_label(weight_version))
 
 
 def rename_weights(scheduler: Scheduler, weight_version: str) -> None:

@@ -305,8 +305,9 @@ class Sequence:
 
 
 def record_weights(sequence: Sequence, weight_version: str) -> None:
-    """Record the weight version that the next output of a sequence is sampled under."""
+    """Record the weight version that the next output of a sequence is sampled under, with its adapter."""
     evidence, position = sequence.evidence, sequence.num_tokens
+    weight_version = sequence.request.version_label(weight_version)
     before = tuple(known for known in evidence.weight_versions if known[0] < position)
     if not before or before[-1][1] != weight_version:
         before = (*before, (position, weight_version))

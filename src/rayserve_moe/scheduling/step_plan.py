@@ -185,6 +185,16 @@ class Chunks:
         return np.maximum.accumulate(np.where(self.lengths > 0, np.arange(len(self.rows)), 0))
 
 
+@dataclass(frozen=True)
+class AdapterWork:
+    """Adapters of a step's chunks, and adapters to make resident before it."""
+
+    slots: np.ndarray
+    """Place of each chunk's adapter among the resident ones, int32 [chunks]; -1 for none."""
+    loads: tuple[tuple[int, str], ...] = ()
+    """Places, with the key of the adapter that each receives."""
+
+
 NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK, NO_CHUNKS = PageTableChanges(), RowSampling(), BlockWork(), Chunks()
 
 
@@ -220,6 +230,8 @@ class StepPlan:
     """Known token after each chunk, int32 [chunks], -1 for none, if the draft model needs them."""
     probe: TokenProbe | None = None
     """Tokens to probe after the step."""
+    adapters: AdapterWork | None = None
+    """Adapters of the chunks; None if no chunk has one."""
 
     @property
     def has_blocks(self) -> bool:

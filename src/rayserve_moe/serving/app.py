@@ -72,14 +72,17 @@ class MoeServer:
         end_with_raylet()
         self._this = ray.get_runtime_context().current_actor
         membership = self._membership = membership_of(settings, give_up=self._leave)
+        offers = OffersOfOthers(fleet_calls())
         self._engine = start_replica_engine(
             settings,
             find_balancer=partial(serve.get_deployment_actor, BALANCER_NAME),
-            weights=membership.member.first_weights(OffersOfOthers(fleet_calls())),
+            weights=membership.member.first_weights(offers),
         )
         membership.offered_weights = self._engine.offered_weights
         control = self._engine.loop.control
         membership.member.join(control)
+        if control.adapters is not None:
+            offers.take_adapters(control.adapters)
         self._server, self._weight_roots = settings.server, settings.updates.weight_roots
         self._journal = journal_of(settings)
         if self._journal is not None:

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
+from rayserve_moe.engine.adapters import UnknownAdapterError
 from rayserve_moe.engine.admission import EngineBusyError, EngineRebuildingError
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.requests.records import RequestError
@@ -61,6 +62,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case UnknownAdapterError():
+            return ApiError(404, str(error), param=error.param, code="adapter_not_found")
         case RequestError():
             return ApiError(400, str(error), param=error.param)
         case EngineBusyError():

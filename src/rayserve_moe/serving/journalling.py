@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rayserve_moe.engine.adapters import UnknownAdapterError
 from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.fleet.journal_client import TAKEN_OVER, JournalClient, JournalDownError
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
@@ -172,9 +173,17 @@ class KeptRequest:
 
 
 async def kept_request(
-    asking: Asking | None, requests: Sequence[GenerationRequest], *, card: ModelCard, capacity: Capacity
+    asking: Asking | None,
+    requests: Sequence[GenerationRequest],
+    *,
+    card: ModelCard,
+    capacity: Capacity,
+    keyed: Callable[[GenerationRequest], GenerationRequest],
 ) -> KeptRequest | None:
-    """Record an HTTP request in the journal, or resume it; None without an id, and for hidden states."""
+    """Record an HTTP request in the journal, or resume it; None without an id, and for hidden states.
+
+    Raises: ApiError 409 if the adapter of a resumed request, with the bytes that it began with, is no longer loaded.
+    """
     if asking is None or not asking.name or any(request.return_hidden_states for request in requests):
         return None
     if asking.resumed is None and asking.cursor:
@@ -190,8 +199,16 @@ async def kept_request(
         requests = [_seeded(request) for request in requests]
         resumed = _begun(asking, requests, card)
     else:
-        given = zip(requests, resumed.asked.prompts, resumed.asked.seeds, strict=True)
-        requests = [_as_asked(request, prompt, seed) for request, prompt, seed in given]
+        asked = resumed.asked
+        given = zip(requests, asked.prompts, asked.seeds, asked.adapters, strict=True)
+        try:
+            requests = [
+                keyed(_as_asked(request, prompt, seed, adapter=adapter)) for request, prompt, seed, adapter in given
+            ]
+        except UnknownAdapterError as error:
+            asking.journal.close(resumed.ticket)
+            message = "the adapter of this request is no longer loaded with the bytes that it began with"
+            raise ApiError(409, message, code="adapter_gone") from error
     firsts = [0, *accumulate(request.sampling.n for request in requests)]
     spans = [slice(first, first + request.sampling.n) for first, request in zip(firsts, requests, strict=False)]
     keepers = [
@@ -268,6 +285,7 @@ def _begun(asking: Asking, requests: Sequence[GenerationRequest], card: ModelCar
         seeds=tuple(request.sampling.seed or 0 for request in requests),
         choices=tuple(request.sampling.n for request in requests),
         weight_version=card.weight_version,
+        adapters=tuple(request.adapter for request in requests),
     )
     return Resumed(asking.journal.open(asking.identity, asked), asked, [], [0] * sum(asked.choices))
 
@@ -278,9 +296,9 @@ def _seeded(request: GenerationRequest) -> GenerationRequest:
     return replace(request, sampling=replace(request.sampling, seed=seed))
 
 
-def _as_asked(request: GenerationRequest, prompt: bytes, seed: int) -> GenerationRequest:
+def _as_asked(request: GenerationRequest, prompt: bytes, seed: int, *, adapter: str) -> GenerationRequest:
     sampling = replace(request.sampling, seed=seed)
-    return replace(request, prompt_ids=np.frombuffer(prompt, np.int32), sampling=sampling)
+    return replace(request, prompt_ids=np.frombuffer(prompt, np.int32), sampling=sampling, adapter=adapter)
 
 
 def _renumbered(results: Sequence[ChoiceResult]) -> list[ChoiceResult]:

@@ -15,7 +15,7 @@ from rayserve_moe.checkpoints.model_path import located, with_small_files
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.fleet.choosing import UNPARSED, Prompt
-from rayserve_moe.scheduling.page_digests import prompt_digests
+from rayserve_moe.scheduling.page_digests import prompt_digests, salt_of
 from rayserve_moe.serving.api.routes.chat_prompt import template_options
 from rayserve_moe.serving.api.schemas import messages as messages_schema
 from rayserve_moe.serving.api.schemas import responses as responses_schema
@@ -65,7 +65,7 @@ class PromptReader:
             return Prompt(len(ids), num_choices=num_choices, num_requests=num_requests)
         salt = fields.get("cache_salt") or fields.get("extra_key") or ""
         salt = salt[0] if isinstance(salt, list) else salt
-        digests = prompt_digests(self._key, salt, token_ids=ids, page_size=page_size)
+        digests = prompt_digests(self._key, salt_of(salt, _adapter_in(fields)), token_ids=ids, page_size=page_size)
         return Prompt(len(ids), digests, page_size, num_choices, num_requests)
 
     def _ids_of(self, fields: dict[str, Any]) -> np.ndarray | None:
@@ -95,6 +95,12 @@ class PromptReader:
             template_kwargs=template_options(body),
         )
         return self._encoder.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _adapter_in(fields: dict[str, Any]) -> str:
+    """Return the adapter of the first prompt by `lora_path`; empty if it names none."""
+    name = fields.get("lora_path") or ""
+    return (name[0] if isinstance(name, list) else name) or ""
 
 
 def _counts_of(fields: dict[str, Any]) -> tuple[int, int]:

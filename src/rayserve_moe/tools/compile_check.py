@@ -182,7 +182,7 @@ def hbm_limit(device: jax.Device) -> int:
 
 def _num_pages(served: ServedModel, *, limit: int) -> int:
     """Return a server's number of pages; the minimum if weights leave no memory, which the compiler reports."""
-    used = bytes_on_device(served.weights) + bytes_on_device(served.staging)
+    used = bytes_on_device(served.weights) + bytes_on_device(served.beside_weights)
     try:
         return served.num_pages_within((limit or sys.maxsize) - used)
     except SettingsError:

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.names import tensor_places
+from rayserve_moe.model.adapters import adapted_matrices
 from rayserve_moe.model.family_table import rules_of, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 
@@ -55,8 +56,8 @@ class _Making:
     def __init__(self, checkpoint: Path, seed: int) -> None:
         files = open_checkpoint(checkpoint)
         self.spec, self.rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
-        tree = parameters_in_files(parameter_specs(self.spec, dtype="float32"), self.rules, spec=self.spec)
-        self.places = tensor_places(tree, self.rules)
+        self.tree = parameters_in_files(parameter_specs(self.spec, dtype="float32"), self.rules, spec=self.spec)
+        self.places = tensor_places(self.tree, self.rules)
         self.merged = {
             name: value.astype(np.float64) for name, value in load_file(checkpoint / "model.safetensors").items()
         }
@@ -82,6 +83,16 @@ class _Making:
                 a, b = self.draw(RANK, shape[1]), self.draw(shape[0], RANK)
                 self.add(name.removesuffix(".weight"), a, b)
                 self.merge(name, b.astype(np.float64) @ a)
+
+    def beside_weights(self, rank: int) -> None:
+        """Adapt every matrix whose products take adapters: attention, shared experts, dense layers."""
+        taking = {(each.group, each.name) for each in adapted_matrices(self.tree, self.spec)}
+        for name, places in self.places.items():
+            if any((place.path[0], place.path[-1]) in taking for place in places):
+                outputs, inputs = places[0].spec.file_shape
+                a, b = self.draw(rank, inputs), self.draw(outputs, rank)
+                self.add(name.removesuffix(".weight"), a, b)
+                self.merge(name, RANK / rank * b.astype(np.float64) @ a)
 
     def experts(self, layer: int, layout: str) -> None:
         """Adapt gate, up and down of all experts of a layer."""
@@ -160,6 +171,14 @@ def make_adapter(checkpoint: Path, layout: str = "fused", *, seed: int = 1, othe
     if others:
         making.matrices()
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "target_modules": ["q_proj"]}
+    return MadeAdapter(config, making.tensors, {name: making.merged[name] for name in making.changed})
+
+
+def make_adapter_beside(checkpoint: Path, *, seed: int, rank: int = RANK) -> MadeAdapter:
+    """Make an adapter of all matrices whose products take adapters."""
+    making = _Making(checkpoint, seed)
+    making.beside_weights(rank)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "bias": "none", "target_modules": ["q_proj"]}
     return MadeAdapter(config, making.tensors, {name: making.merged[name] for name in making.changed})
 
 

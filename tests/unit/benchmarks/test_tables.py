@@ -307,6 +307,12 @@ def every_section() -> dict:
                 ("mean_kl", "largest_kl", "other_tokens", "other_sets", "right", "tokens", "token_layers"), 0.03125
             )},
         },
+        "adapters": {"rank": 16, "parts": {
+            "decode": {
+                side: [run_of(seconds)]
+                for side, seconds in dict.fromkeys(("off", "none", "one", "four", "half"), 2.0).items()
+            } | {"eight": [run_of(2.5)]},
+        }},
         "schema_suite": {
             "schemas": 4, "taken": 3, "bounded": 2, "refused": {"not": 1}, "ends": {"stop": 3, "length": 1},
             "schemas_with_a_stop": 2, "invalid": [],
@@ -467,6 +473,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("bfloat16_routing", "6.25%"),
         ("narrow_experts", "3.12%"),
         ("narrow_kl", "2.5e-01"),
+        ("adapters", "0.80 (0.80-0.80)"),
         ("schema_suite", "1 of 4 (25%)"),
         ("structured_output", "0.50 (0.50-0.50)"),
         ("structured_output", "0.80 (0.80-0.80)"),

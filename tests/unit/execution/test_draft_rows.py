@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayserve_moe.execution.runner import draft_rows, drafts_of
+from rayserve_moe.execution.drafts.rows import draft_rows, drafts_of
 from rayserve_moe.scheduling.step_plan import Chunks, StepPlan
 
 

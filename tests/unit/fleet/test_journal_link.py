@@ -56,7 +56,7 @@ def test_a_replica_that_writes_nothing_knows_what_the_journal_keeps(journal):
     clients = [journal.client(epoch) for epoch in (1, 2)]
     wait_until(lambda: all(client.is_up for client in clients))
     asked = AskedRequest(
-        "/generate", b"{}", "", "", prompts=(b"\0\0\0\0",), seeds=(0,), choices=(1,), weight_version="0"
+        "/generate", b"{}", "", "", prompts=(b"\0\0\0\0",), seeds=(0,), choices=(1,), weight_version="0", adapters=("",)
     )
     clients[0].open(b"x" * 16, asked)
     wait_until(lambda: clients[1].statistics()["entries"] == 1)

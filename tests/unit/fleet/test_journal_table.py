@@ -133,5 +133,5 @@ def test_records_hold_all_that_an_update_has():
     )
     none, found = committed_in([packed_update(1, update)], 2)
     assert none == ChoiceResult() and repr(found) == repr(update)
-    asked = AskedRequest("/generate", b"{}", "", "stem", (b"1234",), (7,), (2,), "7")
+    asked = AskedRequest("/generate", b"{}", "", "stem", (b"1234",), (7,), (2,), "7", ("a@1",))
     assert AskedRequest.read(asked.packed()) == asked

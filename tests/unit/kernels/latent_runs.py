@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.kernels.adapters import AdapterPair, LayerAdapters, TokenAdapters
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
 from rayserve_moe.kernels.latent_attention import LatentConfig
@@ -18,6 +19,7 @@ from rayserve_moe.model.layers.paged import query_scales
 from rayserve_moe.model.spec import QueryScaleSpec
 from tests.unit.kernels.latent_cases import LatentModel, Weights
 
+SLOT = 2
 PAGE, BLOCK, LAYER, THETA, LENGTH = 16, 8, 1, 100.0, KEYS_PER_SPAN + 21
 PAGES = np.random.default_rng(3).permutation(np.arange(1, 1 + -(-LENGTH // PAGE))).astype(np.int32)
 NUM_PAGES = len(PAGES) + 3
@@ -35,10 +37,19 @@ def compiled(model: LatentModel, kernels: str):
     config = LatentConfig(model.nope, model.norm_eps, model.scale, model.interleaved)
     frequencies = (THETA ** (-np.arange(0, model.rope, 2) / model.rope)).astype(np.float32)
 
-    def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
+    def layer(
+        hidden: jax.Array,
+        weights: dict[str, jax.Array],
+        pool: jax.Array,
+        batch: TokenBatch,
+        pairs: dict[str, AdapterPair],
+    ):
         rotation = rotation_of(batch.positions_T, frequencies)
         factors = None if model.query_scale is None else query_scales(batch, QueryScaleSpec(*model.query_scale))
         inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER), query_scale_T=factors)
+        if pairs:
+            tokens = TokenAdapters(jnp.array([SLOT], jnp.int32), jnp.zeros(len(hidden), jnp.int32))
+            inputs = inputs._replace(adapters=LayerAdapters(pairs, inputs.layer, tokens))
         return LATENT_ATTENTION[kernels][0].run.attend(hidden, pool, inputs, config=config)
 
     return jax.jit(layer)
@@ -65,8 +76,12 @@ def run(
     dtype=jnp.float32,
     pool_dtype=None,
     kernels: str = "cpu",
+    pairs: dict[str, AdapterPair] | None = None,
 ) -> tuple[np.ndarray, jax.Array]:
-    """Outputs of all tokens [T, D], computed chunk by chunk, and the pool. What no token wrote is NaN."""
+    """Outputs of all tokens [T, D], computed chunk by chunk, and the pool. What no token wrote is NaN.
+
+    With `pairs` all tokens have the adapter in `SLOT`.
+    """
     width = model.kv_lora + model.rope
     pool = jnp.full((model.num_layers * NUM_PAGES, PAGE, 1, width), jnp.nan, pool_dtype or dtype)
     arrays, outputs, first = {name: jnp.asarray(array, dtype) for name, array in weights.items()}, [], 0
@@ -76,7 +91,7 @@ def run(
         batch, places = batch_of(first, count)
         rows = np.zeros((len(batch.positions_T), model.hidden), np.float32)
         rows[places] = hidden[first : first + count]
-        out, pool = compiled(model, kernels)(jnp.asarray(rows, dtype), arrays, pool, batch)
+        out, pool = compiled(model, kernels)(jnp.asarray(rows, dtype), arrays, pool, batch, pairs or {})
         assert out.dtype == jnp.float32
         outputs.append(np.asarray(out)[places])
         first += count

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rayserve_moe.checkpoints.synthetic import PRESETS
+from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF
 from rayserve_moe.kernels.cpu_native.layout import pack
@@ -80,13 +81,21 @@ def pool_of(spec: ModelSpec) -> jax.Array:
     return jnp.asarray(pool, jnp.bfloat16).reshape(-1, *shape[2:])
 
 
-def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array, weights: dict[str, jax.Array]):
+def run(
+    kernels: Kernels,
+    spec: ModelSpec,
+    batch: TokenBatch,
+    hidden: jax.Array,
+    weights: dict[str, jax.Array],
+    *,
+    adapters: LayerAdapters | None = None,
+):
     """Output [T, D] and the pool, as one compiled program: the pool is written in place there."""
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
         own = attention_of(spec)
         rotation = rotation_of(batch.positions_T, rope_frequencies(own.rope, own.rotary_width))
-        inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER))
+        inputs = AttentionInputs(weights, batch, rotation, jnp.int32(LAYER), adapters=adapters)
         out, pool = kernels.attention.attend(hidden, pool, inputs, config=attention_config(own, spec))
         return out.astype(hidden.dtype), pool
 
@@ -94,9 +103,9 @@ def run(kernels: Kernels, spec: ModelSpec, batch: TokenBatch, hidden: jax.Array,
     return np.asarray(out, np.float32), np.asarray(pool, np.float32)
 
 
-def natively(spec: ModelSpec, batch: TokenBatch, hidden: jax.Array):
+def natively(spec: ModelSpec, batch: TokenBatch, hidden: jax.Array, *, adapters: LayerAdapters | None = None):
     packed = {name: pack(array) if LAYOUT_OF.get(name) else array for name, array in drawn_weights(spec).items()}
-    return run(CPU_NATIVE, spec, batch, hidden, packed)
+    return run(CPU_NATIVE, spec, batch, hidden, packed, adapters=adapters)
 
 
 def drawn_hidden(num_tokens: int, width: int) -> jax.Array:

@@ -9,7 +9,7 @@ import pytest
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
 from rayserve_moe.fleet.choosing import UNPARSED, Prompt
-from rayserve_moe.scheduling.page_digests import prompt_digests
+from rayserve_moe.scheduling.page_digests import prompt_digests, salt_of
 from rayserve_moe.serving.api.schemas.field_types import MAX_CHOICES
 from rayserve_moe.serving.prompt_reader import PromptReader
 from rayserve_moe.text.chat import encode_chat
@@ -44,6 +44,12 @@ def prompt_of(ids, salt: str = "") -> Prompt:
 @pytest.mark.parametrize("salt", ["", "tenant"])
 def test_ids_are_taken_as_they_are(reader, name, salt):
     assert read(reader, {name: IDS, "cache_salt": salt, "max_tokens": 3}) == prompt_of(IDS, salt)
+
+
+def test_prompts_of_an_adapter_have_other_pages_whatever_its_bytes(reader):
+    found = read(reader, {"input_ids": IDS, "lora_path": "a"})
+    assert found == prompt_of(IDS, salt_of("", "a@0123")) != prompt_of(IDS)
+    assert read(reader, {"input_ids": [IDS, IDS], "lora_path": [None, "a"]}).digests == prompt_of(IDS).digests
 
 
 def test_of_several_prompts_the_first_one_counts(reader):

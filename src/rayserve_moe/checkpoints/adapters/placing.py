@@ -41,7 +41,7 @@ Key = tuple[int | None, str]
 
 
 @dataclass(frozen=True)
-class _Target:
+class AdapterTarget:
     """Rows of a tensor of the checkpoint that an adapter changes."""
 
     tensor: str
@@ -58,24 +58,37 @@ def merged_tensors(
     Raises CheckpointError with the name of a tensor that has no place in the model, has another shape or rank than the
     model and the adapter's config say, or belongs to a matrix that is served in 8 bits.
     """
-    model = _Model(tree, rules)
-    claimed: dict[tuple[str, int | None, int], str] = {}
     additions: dict[str, list[Addition]] = {}
+    dtypes: dict[str, np.dtype] = {}
+    for name, target, addition in placed_additions(config, tensors, tree=tree, rules=rules):
+        if target.spec.is_quantized:
+            raise CheckpointError(
+                f"tensor {name}: {target.tensor} is served in {target.spec.dtype}, and its sum with an "
+                "adapter would be rounded to 8 bits: set expert_dtype auto"
+            )
+        additions.setdefault(target.tensor, []).append(addition)
+        dtypes[target.tensor] = jax.numpy.dtype(target.spec.dtype)
+    return MergedTensors(additions, dtypes)
+
+
+def placed_additions(
+    config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, tree: SpecTree, rules: Mapping[str, str]
+) -> Iterator[tuple[str, AdapterTarget, Addition]]:
+    """Yield the additions of an adapter with their targets, each with the name of a tensor of the adapter.
+
+    Raises CheckpointError with the name of a tensor that has no place in the model, or has another shape or rank than
+    the model and the adapter's config say.
+    """
+    model, claimed = _Model(tree, rules), dict[tuple[str, int | None, int], str]()
     for part in parts_of_adapter(tensors):
         for target, addition in model.additions_of(part, config):
-            if target.spec.is_quantized:
-                raise CheckpointError(
-                    f"tensor {part.name}: {target.tensor} is served in {target.spec.dtype}, and its sum with an "
-                    "adapter would be rounded to 8 bits: set expert_dtype auto"
-                )
             for claim in _claims(target, addition):
                 if (other := claimed.setdefault(claim, part.name)) != part.name:
                     raise CheckpointError(f"tensor {part.name}: {other} adapts the same matrix of {target.tensor}")
-            additions.setdefault(target.tensor, []).append(addition)
-    return MergedTensors(additions, {name: model.dtype_of(name) for name in additions})
+            yield part.name, target, addition
 
 
-def _claims(target: _Target, addition: Addition) -> Iterator[tuple[str, int | None, int]]:
+def _claims(target: AdapterTarget, addition: Addition) -> Iterator[tuple[str, int | None, int]]:
     """Yield what an addition changes: tensor, expert, and first row."""
     first = 0 if target.rows is None else int(target.rows[0])
     experts = range(max(1, target.spec.num_experts)) if addition.expert is None else (addition.expert,)
@@ -94,11 +107,7 @@ class _Model:
             if not spec.is_scale:
                 self._specs.setdefault(spec.role, []).append(spec)
 
-    def dtype_of(self, tensor: str) -> np.dtype:
-        """Return the dtype in which a tensor is served."""
-        return jax.numpy.dtype(self._places[tensor][0].spec.dtype)
-
-    def additions_of(self, part: AdapterPart, config: AdapterConfig) -> Iterator[tuple[_Target, Addition]]:
+    def additions_of(self, part: AdapterPart, config: AdapterConfig) -> Iterator[tuple[AdapterTarget, Addition]]:
         """Yield the additions of a pair with their targets."""
         layer, rest = _key_of(part.module)
         gate = self._spec("expert_gate", layer)
@@ -115,7 +124,7 @@ class _Model:
 
     def _expert_additions(
         self, part: AdapterPart, config: AdapterConfig, layer: int
-    ) -> Iterator[tuple[_Target, Addition]]:
+    ) -> Iterator[tuple[AdapterTarget, Addition]]:
         specs = {role: self._spec(f"expert_{role}", layer) for role in ("gate", "up", "down")}
         found = {role: spec for role, spec in specs.items() if spec is not None}
         gate, inner = found["gate"], _num_outputs(found["gate"])
@@ -127,7 +136,7 @@ class _Model:
         for pair in expert_pairs(part, config, shapes=shapes, names=names, rest=_key_of(part.module)[1]):
             spec = found[pair.role]
             for expert in range(gate.num_experts) if pair.expert is None else (pair.expert,):
-                target = _Target(self._name(spec, layer, expert), spec, _rows(spec))
+                target = AdapterTarget(self._name(spec, layer, expert), spec, _rows(spec))
                 in_all = spec.file.has_all_experts
                 at = None if in_all and pair.expert is None else expert
                 a, b = (each if at is None else _one(each, expert) for each in (pair.a_NRI, pair.b_NOR))
@@ -138,14 +147,14 @@ class _Model:
                 if at is None:
                     break
 
-    def _target(self, part: AdapterPart, layer: int | None, rest: str) -> _Target:
+    def _target(self, part: AdapterPart, layer: int | None, rest: str) -> AdapterTarget:
         """Return the target of a module outside of experts: by its name, or by its role in the layer."""
         if (tensor := self._tensors.get((layer, rest))) is not None:
-            return _Target(tensor, self._places[tensor][0].spec)
+            return AdapterTarget(tensor, self._places[tensor][0].spec)
         for role in _ROLES.get(rest.rpartition(".")[2], ()):
             spec = self._spec(role, layer)
             if spec is not None and layer is not None and ("shared" in rest) == role.startswith("shared"):
-                return _Target(self._name(spec, layer, 0), spec, _rows(spec))
+                return AdapterTarget(self._name(spec, layer, 0), spec, _rows(spec))
         tied = ": the head of this model is its embedding" if rest == _HEAD else ""
         raise CheckpointError(f"tensor {part.name}: the model has no matrix {part.module}{tied}")
 
@@ -158,7 +167,7 @@ class _Model:
         return tensor_name(spec, at, rules=self._rules)
 
 
-def _plain_addition(part: AdapterPart, config: AdapterConfig, target: _Target) -> Addition:
+def _plain_addition(part: AdapterPart, config: AdapterConfig, target: AdapterTarget) -> Addition:
     """Return the addition of a pair to a matrix outside of experts. Raises CheckpointError for other shapes."""
     a, b, name = part.pair.a, part.pair.b, config.name_of(part.module)
     rank = config.rank_of(name)

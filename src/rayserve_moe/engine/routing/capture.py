@@ -129,7 +129,7 @@ class RoutingCapture(StepExtension):
             missing=tuple((a, b) for a, b, is_known in _runs(known.is_known, start) if not is_known),
             source=tuple((a, b, SOURCES[kind]) for a, b, kind in _runs(known.kinds, start)),
             weight_version=tuple(
-                (a, b, self._versions[version])
+                (a, b, sequence.request.version_label(self._versions[version]))
                 for a, b, version in _runs(np.where(known.is_known, known.versions, NO_VERSION), start)
                 if version != NO_VERSION
             ),

@@ -118,7 +118,7 @@ class SiblingProposer:
 def _prompt_of(sequence: Sequence) -> Hashable:
     """Return the key of a prompt's answers; the cache salt separates them."""
     request = sequence.request
-    return request.cache_salt, request.prompt_ids.tobytes()
+    return request.cache_salt, request.adapter, request.prompt_ids.tobytes()
 
 
 PROPOSERS = {"NGRAM": NgramProposer, "SIBLINGS": SiblingProposer}

@@ -40,3 +40,6 @@ class WeightOutcome:
     """Seconds during which no step could run."""
     max_rounding: float | None = None
     """Largest |round(W) - W| of the matrices that an adapter was merged into; None for other weights."""
+    probe_kl: float | None = None
+    """KL divergence of a merged adapter from the same adapter beside the weights, in nats per sampled token; None if it
+    is not measured."""

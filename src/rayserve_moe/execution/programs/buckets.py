@@ -18,7 +18,7 @@ from rayserve_moe.config.settings import SchedulerSettings
 from rayserve_moe.execution.step.pytrees import StepShape
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, Chunks, StepPlan
+from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS, AdapterWork, Chunks, StepPlan
 from rayserve_moe.scheduling.token_probe import NO_ID, TokenProbe
 
 Seconds = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -260,6 +260,7 @@ def filling_plan(shape: StepShape, *, max_model_len: int, num_rows: int, is_prob
         ),
         wants_routing=True,
         probe=FIRST_TOKEN if is_probed else None,
+        adapters=AdapterWork(np.full(len(lengths), -1, np.int32)) if shape.num_adapters else None,
     )
 
 

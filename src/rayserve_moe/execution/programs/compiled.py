@@ -31,6 +31,7 @@ from rayserve_moe.execution.programs.specs import (
     DRAFT,
     FETCH,
     PROBE,
+    PUT_ADAPTER,
     READ_COUNTS,
     SWAP,
     UPDATE,
@@ -49,6 +50,7 @@ from rayserve_moe.execution.weights.migration import MigrationPrograms
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.kernels.table import CPU_NATIVE
+from rayserve_moe.model.model_config import AdapterStacks
 from rayserve_moe.observability.progress import report
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -108,6 +110,8 @@ class CompiledPrograms:
     probe: Probe
     """Computes the columns of probed tokens."""
     times: CompileTimes
+    put_adapter: Callable[..., AdapterStacks] | None = None
+    """Puts an adapter among the resident ones; None on a server without."""
 
     @property
     def changes(self) -> tuple[CompiledUpdate, CompiledUpdate]:
@@ -200,7 +204,8 @@ def compile_served(
     drafts = {size: compiled[f"{DRAFT}_{size}"] for size in draft_sizes(served)}
     gathers = {size: compiled[name] for size in probed_sizes(served) if (name := gather_name(size)) in compiled}
     others = (compiled[name] for name in (UPDATE, ADJUST, COPY, READ_COUNTS))
-    return CompiledPrograms(steps, samplers, *others, migration, drafts, gathers, compiled[PROBE], times)
+    put_adapter = compiled.get(PUT_ADAPTER)
+    return CompiledPrograms(steps, samplers, *others, migration, drafts, gathers, compiled[PROBE], times, put_adapter)
 
 
 def compile_shape(
@@ -244,9 +249,12 @@ def first_shapes(served: ServedModel) -> tuple[StepShape, ...]:
     """Return the shapes that a server needs at its start, in the order of `served.shapes`."""
     if served.config.kernels.name != CPU_NATIVE.name or jax.process_count() > 1:
         return served.shapes
-    decode = [shape for shape in served.shapes if not shape.num_blocks]
-    mixed = [shape for shape in served.shapes if shape.num_blocks]
-    needed = {decode[0], decode[-1], mixed[0], mixed[-1]}
+    needed = set[StepShape]()
+    for num_adapters in {shape.num_adapters for shape in served.shapes}:
+        alike = [shape for shape in served.shapes if shape.num_adapters == num_adapters]
+        for kind in (False, True):
+            of_kind = [shape for shape in alike if bool(shape.num_blocks) == kind]
+            needed |= {of_kind[0], of_kind[-1]}
     return tuple(shape for shape in served.shapes if shape in needed)
 
 

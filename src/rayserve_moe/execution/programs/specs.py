@@ -32,6 +32,7 @@ from rayserve_moe.execution.step.probe import MAX_PROBED, gather_tokens, probe_t
 from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepShape
 from rayserve_moe.execution.step.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
 from rayserve_moe.execution.step.samples import HeldInputs
+from rayserve_moe.execution.weights.adapters import put_adapter
 from rayserve_moe.execution.weights.migration import expert_state, fetch, idle_vectors, read_counts, swap
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
@@ -39,6 +40,8 @@ from rayserve_moe.requests.fields import MAX_LISTED_IDS
 DRAFT, GATHER, PROBE = "draft", "gather", "probe"
 UPDATE, ADJUST, COPY, READ_COUNTS = "update_rows", "adjust_rows", "copy_pages", "read_counts"
 """Names of programs other than steps."""
+PUT_ADAPTER = "put_adapter"
+"""Name of the program that puts an adapter among the resident ones."""
 FETCH, SWAP = "fetch_slots", "swap_layer"
 """Names of the programs of a migration."""
 
@@ -80,6 +83,10 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         *(_gather_program(size, served, config=config) for size in probed_sizes(served)),
         _probe_program(served, config=config),
     ]
+    if served.adapters is not None:
+        given = {"adapter": served.single_adapter, "slot": _integers(served)}
+        put = partial(put_adapter, config=config.model)
+        programs.append(Program(PUT_ADAPTER, put, (served.adapters,), given, donated=0))
     if served.staging is None:
         return programs
     held = expert_state(weights, config=config.model), served.staging
@@ -94,7 +101,10 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
 
 def step_name(shape: StepShape) -> str:
     """Return the name of the step of a shape, by the tokens of a data rank."""
-    return f"prefill_{shape.num_blocks * shape.block_tokens}" if shape.num_blocks else f"decode_{shape.num_singles}"
+    ending = "_adapters" if shape.num_adapters else ""
+    if shape.num_blocks:
+        return f"prefill_{shape.num_blocks * shape.block_tokens}{ending}"
+    return f"decode_{shape.num_singles}{ending}"
 
 
 def sampler_name(num_singles: int, has_evidence: bool) -> str:
@@ -127,6 +137,8 @@ def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, 
     blocks = block_input_shapes(shape, config.model, captures=config.captures) if shape.num_blocks else None
     run = partial(run_step, layout=layout, config=config)
     inputs = {"vectors_NW": vectors, "blocks": blocks}
+    if shape.num_adapters:
+        inputs["adapters"] = served.adapters
     return Program(step_name(shape), run, (served.weights, state), inputs, donated=1, shape=shape)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.sampling import Sampled
@@ -33,16 +34,19 @@ from rayserve_moe.execution.step.samples import (
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import StatePages
+from rayserve_moe.model.adapters import adapter_partitions
 from rayserve_moe.model.draft_layer import DraftConfig
 from rayserve_moe.model.draft_spec import draft_parameters
 from rayserve_moe.model.model_config import (
     NO_CAPTURES,
+    AdapterStacks,
     Captures,
     ForcedChoices,
     ForcedRouting,
     ModelConfig,
     Parameters,
     Pools,
+    StepAdapters,
 )
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs
@@ -55,7 +59,7 @@ WORD_AXES: tuple[str | None, ...] = (None, "vocabulary")
 BIAS_AXES: tuple[str | None, ...] = (None, None)
 
 
-def run_step(
+def run_step(  # noqa: PLR0913 (arguments of the program)
     weights: ModelWeights,
     state: DeviceState,
     *,
@@ -63,15 +67,20 @@ def run_step(
     blocks: BlockInputs | None,
     layout: InputLayout,
     config: StepConfig,
+    adapters: AdapterStacks | None = None,
 ) -> tuple[DeviceState, StepOutput]:
     """Compute a step on every device of the mesh; return a StepOutput that is the same on all of them.
 
-    `blocks` is given for shapes with prefill blocks, and None otherwise.
+    `blocks` is given for shapes with prefill blocks, `adapters` for shapes with adapters.
     """
     plan = config.model.plan
 
     def on_device(
-        weights: ModelWeights, state: DeviceState, vectors_NW: jax.Array, blocks: BlockInputs | None
+        weights: ModelWeights,
+        state: DeviceState,
+        vectors_NW: jax.Array,
+        blocks: BlockInputs | None,
+        adapters: AdapterStacks | None,
     ) -> tuple[DeviceState, StepOutput, tuple[jax.Array | None, jax.Array | None]]:
         vector_W = vectors_NW[plan.data_rank()]
         state = replace(state, page_table_RP=change_pages(state, vector_W, layout=layout))
@@ -87,6 +96,7 @@ def run_step(
             asked=config.aux_layers,
             captures=config.captures,
             audits=config.audits and blocks is not None,
+            adapters=None if adapters is None or step.adapters is None else StepAdapters(adapters, step.adapters),
         )
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
         state = replace(state, pools=out.pools, expert_counts_ME=counts_ME)
@@ -101,10 +111,16 @@ def run_step(
     state, output, (logits_AV, hidden_TD) = jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(weight_partitions(model, config.draft), state_parts, whole, block_partitions(model, blocks)),
+        in_specs=(
+            weight_partitions(model, config.draft),
+            state_parts,
+            whole,
+            block_partitions(model, blocks),
+            None if adapters is None else adapter_partitions(model),
+        ),
         out_specs=(state_parts, whole, (plan.partition(WORD_AXES), plan.partition(ROW_AXES))),
         check_vma=False,
-    )(weights, state, vectors_NW, blocks)
+    )(weights, state, vectors_NW, blocks, adapters)
     return state, replace(output, logits_AV=logits_AV, hidden_TD=hidden_TD)
 
 
@@ -173,6 +189,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
     asked: tuple[int, ...] = (),
     captures: Captures = NO_CAPTURES,
     audits: bool = False,
+    adapters: StepAdapters | None = None,
 ) -> tuple[ForwardOutput, jax.Array]:
     """Run the forward pass on a device, then return float32 logits [A, V] of `sample_places_S` of all data ranks."""
     out = forward(
@@ -187,6 +204,7 @@ def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
         asked=asked,
         captures=captures,
         sketch_DP=jnp.asarray(sketch_matrix(config.spec.hidden_size)) if audits else None,
+        adapters=adapters,
     )
     return out, logits_of(weights.params, out.hidden_TD[sample_places_S], config=config)
 

@@ -18,6 +18,7 @@ from rayserve_moe.decoding.adjustment import Penalties
 from rayserve_moe.decoding.sampling import SamplingBatch
 from rayserve_moe.decoding.truncation import Limits
 from rayserve_moe.execution.step.pytrees import DeviceState, DraftState, StepShape
+from rayserve_moe.kernels.adapters import TokenAdapters
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import StatePages
 from rayserve_moe.model.model_config import ModelConfig
@@ -55,6 +56,10 @@ class Sections(NamedTuple):
     """Page of each page table change, [C]."""
     block_nexts: slice
     """Known token after each block, [B] or [0]; -1 if unknown."""
+    adapter_slots: slice
+    """Place of each adapter of the step among the resident ones, [N] or [0]."""
+    adapter_places: slice
+    """Index among them of the adapter of each single token and block, [S + B] or [0]; -1 for none."""
 
 
 class DeviceInput(NamedTuple):
@@ -69,6 +74,8 @@ class DeviceInput(NamedTuple):
     penalties: Penalties
     block_nexts_B: jax.Array
     """Known token after each block, -1 for none, if a draft model needs them."""
+    adapters: TokenAdapters | None = None
+    """Adapters of tokens; None if steps of the shape have none."""
 
 
 def num_columns(config: ModelConfig) -> int:
@@ -103,6 +110,8 @@ class InputLayout:
             *[singles] * 2,
             *[changes] * 3,
             blocks * self.tells_nexts,
+            self.shape.num_adapters,
+            (singles + blocks) * bool(self.shape.num_adapters),
         )
         borders = accumulate(sizes, initial=0)
         return Sections(*(slice(*border) for border in pairwise(borders)))
@@ -118,8 +127,9 @@ class InputLayout:
     @cached_property
     def padding(self) -> np.ndarray:
         """Return the vector of a step that does nothing, int32 [W]."""
-        vector = np.zeros(self.slices.block_nexts.stop, np.int32)
+        vector = np.zeros(self.slices.adapter_places.stop, np.int32)
         vector[self.slices.block_nexts] = -1
+        vector[self.slices.adapter_places] = -1
         vector[self.slices.single_positions] = -1
         vector[self.slices.sample_rows] = self.num_rows
         vector[self.slices.change_rows] = self.num_rows
@@ -185,8 +195,10 @@ def unpack(
         batch = replace(batch, sequences_U=single_rows, max_together=layout.max_together)
     places_S, rows_S = vector_W[at.sample_places], vector_W[at.sample_rows]
     sampling, penalties = sampling_of(state, rows_S, positions_S=positions_T[places_S] + 1)
-    nexts_B = vector_W[at.block_nexts]
-    return DeviceInput(batch, places_S, rows_S, sampling, penalties, nexts_B)
+    nexts_B, adapters = vector_W[at.block_nexts], None
+    if shape.num_adapters:
+        adapters = TokenAdapters(vector_W[at.adapter_slots], vector_W[at.adapter_places][block_of_T])
+    return DeviceInput(batch, places_S, rows_S, sampling, penalties, nexts_B, adapters)
 
 
 def _awaited(

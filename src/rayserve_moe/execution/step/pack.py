@@ -90,7 +90,7 @@ class Packer:
 
     def use(self, shapes: Sequence[StepShape]) -> None:
         """Restrict the choice to these of its shapes from now on. May be called from any thread."""
-        decode = [self.layouts[shape] for shape in shapes if shape.num_blocks == 0]
+        decode = [self.layouts[shape] for shape in shapes if shape.num_blocks == 0 and not shape.num_adapters]
         self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
         self.shapes = tuple(shapes)
 
@@ -115,7 +115,7 @@ class Packer:
 
     def _packed(self, plan: StepPlan, *, with_changes: bool) -> PackedStep:
         planned = plan.chunks
-        if self._num_ranks == 1 and not plan.has_blocks and not planned.num_forks:
+        if self._num_ranks == 1 and plan.adapters is None and not plan.has_blocks and not planned.num_forks:
             return self._pack_singles(plan, with_changes=with_changes)
         ranks, rows = np.divmod(planned.rows, self.rows_per_rank)
         starts, lengths, block = planned.starts, planned.lengths, self._block_tokens
@@ -127,7 +127,8 @@ class Packer:
         blocks_before, num_blocks = self._on_ranks(blocks, ranks)
         samples_before, num_samples = self._on_ranks(planned.samples, ranks)
         max_singles = max(*num_singles, *num_samples)
-        shape = choose_shape(self.shapes, num_singles=max_singles, num_blocks=max(num_blocks))
+        shapes = [shape for shape in self.shapes if bool(shape.num_adapters) == (plan.adapters is not None)]
+        shape = choose_shape(shapes, num_singles=max_singles, num_blocks=max(num_blocks))
         layout, at = self.layouts[shape], self.layouts[shape].slices
         vectors = np.repeat(layout.padding[None], self._num_ranks, axis=0)
 
@@ -141,6 +142,11 @@ class Packer:
         vectors[:, at.block_starts][of_blocks] = starts[chunks] + index * block
         vectors[:, at.block_counts][of_blocks] = np.minimum(lengths[chunks] - index * block, block)
 
+        if plan.adapters is not None:
+            index_of = _fill_adapters(vectors, plan.adapters.slots, ranks, at=at)
+            places_of = vectors[:, at.adapter_places]
+            places_of[of_singles] = index_of[singles]
+            places_of[of_blocks[0], shape.num_singles + of_blocks[1]] = index_of[chunks]
         if self._tells_nexts and plan.next_ids is not None:
             longer = np.flatnonzero(takes_blocks)
             vectors[:, at.block_nexts][ranks[longer], (blocks_before + blocks - 1)[longer]] = plan.next_ids[longer]
@@ -236,7 +242,18 @@ class Packer:
             vector[at.change_pages][: len(rows)] = page_ids
 
 
-def choose_shape(shapes: tuple[StepShape, ...], *, num_singles: int, num_blocks: int) -> StepShape:
+def _fill_adapters(vectors: np.ndarray, slots: np.ndarray, ranks: np.ndarray, *, at: Sections) -> np.ndarray:
+    """Set the adapters of each rank; return for each chunk the index of its adapter among them, -1 for none."""
+    index_of = np.full(len(slots), -1, np.int32)
+    for rank, vector in enumerate(vectors[:, at.adapter_slots]):
+        here = np.flatnonzero((ranks == rank) & (slots >= 0))
+        used, index_of[here] = np.unique(slots[here], return_inverse=True)
+        assert len(used) <= len(vector), f"steps are compiled for {len(vector)} adapters, not {len(used)}"
+        vector[: len(used)] = used
+    return index_of
+
+
+def choose_shape(shapes: Sequence[StepShape], *, num_singles: int, num_blocks: int) -> StepShape:
     """Return the shape with the fewest tokens that holds the plan; the scheduler never exceeds the largest shape."""
     fitting = [s for s in shapes if s.num_singles >= num_singles and s.num_blocks >= num_blocks]
     assert fitting, f"no compiled shape holds {num_singles} single tokens and {num_blocks} prefill blocks"

@@ -27,6 +27,8 @@ class StepShape:
     num_singles: int
     num_blocks: int
     block_tokens: int
+    num_adapters: int = 0
+    """Adapters of a step; 0: no token has one."""
 
     @property
     def num_tokens(self) -> int:

@@ -43,6 +43,7 @@ struct AttentionArrays {
   const int32_t* chosen = nullptr;       // [T, G, blocks], numbers of blocks that a token sees; null: all keys
   bf16* pool;                            // this layer's pages, [pages, page, G, h + v]
   float* out;                            // [T, D]
+  Adapters q_adapters, k_adapters, v_adapters, gate_adapters, o_adapters;
 };
 
 // Tokens of a block: the single ones come first, each a block of its own.
@@ -131,16 +132,25 @@ inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) 
   bf16* keys = attended + s.num_tokens * out_width;
   bf16* values = keys + s.num_tokens * k_width;
   bf16* gates = values + s.num_tokens * v_width;
-  project(a.hidden, s.num_tokens, s.width, {{a.q, a.q_bias, queries, q_width}, {a.k, a.k_bias, keys, k_width},
-                                            {a.v, a.v_bias, values, v_width},
-                                            {a.gate, nullptr, gates, s.gate_width}});
+  thread_local AdaptedRows adapted_here[4];
+  const AdaptedRows* adapted[4] = {};
+  const Adapters* const of[4] = {&a.q_adapters, &a.k_adapters, &a.v_adapters, &a.gate_adapters};
+  for (int i = 0; i < 4; ++i) {
+    if (!of[i]->a) continue;
+    adapted_here[i].find(*of[i], a.hidden, s.width, s.num_tokens);
+    adapted[i] = &adapted_here[i];
+  }
+  project(a.hidden, s.num_tokens, s.width, {{a.q, a.q_bias, queries, q_width, adapted[0]},
+                                            {a.k, a.k_bias, keys, k_width, adapted[1]},
+                                            {a.v, a.v_bias, values, v_width, adapted[2]},
+                                            {a.gate, nullptr, gates, s.gate_width, adapted[3]}});
   for_pieces(s.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       place_token(s, a, t, queries + t * q_width, keys + t * k_width, values + t * v_width);
   });
   attend_blocks(s, a, queries, attended);
   if (a.gate) gate_rows(s, attended, gates);
-  multiply_all(attended, s.num_tokens, out_width, a.o, s.width, a.out);
+  multiply_adapted(attended, s.num_tokens, out_width, a.o, s.width, a.out, a.o_adapters);
 }
 
 }  // namespace native

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "adapters.h"
 #include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -64,5 +65,44 @@ const native::bf16* of_layer(Bf16& stacked, int64_t layer) {
   if (stacked.element_count() == 0) return nullptr;
   return numbers(stacked) + layer * int64_t(stacked.element_count()) / size_of(stacked, 0);
 }
+
+// The trailing arguments of a call whose tokens have adapters: the slot of each token, then for each matrix A and B,
+// [layers, slots, rank, inputs] and [layers, slots, rank, outputs], empty for a matrix that adapters never change.
+class AdapterArguments {
+ public:
+  AdapterArguments(const ffi::RemainingArgs& given, int64_t layer, int64_t num_tokens) : given_(given), layer_(layer) {
+    if (given.empty()) return;
+    auto slots = given.get<S32>(0);
+    is_wrong_ = !slots.has_value() || !is(*slots, {num_tokens});
+    if (is_wrong_) return;
+    slots_ = slots->typed_data(), next_ = 1;
+    for (int64_t t = 0; t < num_tokens; ++t) largest_ = std::max<int64_t>(largest_, slots_[t]);
+  }
+
+  // Sets the adapters of the next matrix; without trailing arguments it has none.
+  void read(native::Adapters& adapters, int64_t inputs, int64_t outputs) {
+    if (is_wrong_ || !slots_) return;
+    if (next_ + 2 > given_.size()) return void(is_wrong_ = true);
+    auto a = given_.get<Bf16>(next_), b = given_.get<Bf16>(next_ + 1);
+    next_ += 2;
+    if (!a.has_value() || !b.has_value()) return void(is_wrong_ = true);
+    if (a->element_count() == 0) return;
+    if (!have_dims(4, *a, *b)) return void(is_wrong_ = true);
+    const int64_t layers = size_of(*a, 0), slots = size_of(*a, 1), rank = size_of(*a, 2);
+    is_wrong_ = !is(*a, {layers, slots, rank, inputs}) || !is(*b, {layers, slots, rank, outputs}) || layer_ >= layers ||
+                largest_ >= slots;
+    if (!is_wrong_) adapters = {of_layer(*a, layer_), of_layer(*b, layer_), slots_, rank, inputs, outputs};
+  }
+
+  // Whether an argument was missing, did not fit, or was left over.
+  bool are_wrong() const { return is_wrong_ || (slots_ && next_ != given_.size()); }
+
+ private:
+  const ffi::RemainingArgs& given_;
+  int64_t layer_, largest_ = -1;
+  const int32_t* slots_ = nullptr;
+  size_t next_ = 0;
+  bool is_wrong_ = false;
+};
 
 }  // namespace

@@ -9,15 +9,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_layer import AttentionInputs
+from rayserve_moe.kernels.cpu_native.adapters import adapter_arguments
 from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.activations import SILU, Activation
@@ -159,11 +161,18 @@ def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
     return product(hidden_TD, head_VD.reshape(head_VD.shape[::-1]))
 
 
-def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, experts: LayerExperts) -> jax.Array:
+def expert_sums(
+    hidden_TD: jax.Array,
+    slots_TK: jax.Array,
+    gates_TK: jax.Array,
+    experts: LayerExperts,
+    *,
+    adapters: Sequence[jax.Array] = (),
+) -> jax.Array:
     """Compute `expert_products.sum_results`, a token's results added in the order of its slots: float32 [T, D].
 
     Weights, of bfloat16 or 8 bits, are packed; biases and scales are not. Inner rows and the result of each assignment
-    are rounded to bfloat16.
+    are rounded to bfloat16. `adapters` are the `adapter_arguments` of a single expert.
     """
     weights, config = experts.weights, experts.config
     (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.gate_XDF.shape
@@ -184,11 +193,17 @@ def expert_sums(hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, 
         *arrays,
         *scales,
         first,
+        *adapters,
         num_slots=np.int64(config.num_slots),
         activation=config.activation.name,
         slope=np.float32(config.activation.slope),
         limit=np.float32(config.activation.limit),
     )
+
+
+def _first(weights: Mapping[str, jax.Array], *names: str) -> str:
+    """Return the first name of a weight that is there."""
+    return next(name for name in names if name in weights)
 
 
 def _or_empty(array: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -212,12 +227,15 @@ def gated_mlp(
     *,
     layer: jax.Array,
     activation: Activation = SILU,
+    names: tuple[str, str, str] = ("", "", ""),
+    adapters: LayerAdapters | None = None,
 ) -> jax.Array:
     """Compute `layers.gated_mlp` of packed weights: every token takes the only expert of its layer."""
     slots_T1 = jnp.zeros((len(hidden_TD), 1), jnp.int32)
     ones_T1 = jnp.ones(slots_T1.shape, jnp.float32)
     config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD), activation=activation)
-    return expert_sums(hidden_TD, slots_T1, ones_T1, LayerExperts(ExpertWeights(*weights), layer, config))
+    experts = LayerExperts(ExpertWeights(*weights), layer, config)
+    return expert_sums(hidden_TD, slots_T1, ones_T1, experts, adapters=adapter_arguments(adapters, names))
 
 
 def attend_layer(
@@ -227,7 +245,7 @@ def attend_layer(
 
     It rounds at the same places.
     """
-    weights, batch, rotation, layer, _, _, _, chosen_TGK = inputs
+    weights, batch, rotation, layer, _, _, _, chosen_TGK, adapters = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
@@ -235,6 +253,7 @@ def attend_layer(
     assert kv_pages.shape[3] == config.head_dim + config.value_width, "rows of other keys and values"
     assert weights["q_LDH"].shape[1] == weights["o_LHD"].shape[2] == normed_TD.shape[1], "weights of another width"
     nothing = jnp.zeros((0, 0), jnp.bfloat16)
+    gate = "" if config.output_gate == "none" else _first(weights, *GATES)
     norms = (weights.get(f"{name}h", weights.get(f"{name}{whole}", nothing)) for name, whole in NORMS)
     call = jax.ffi.ffi_call(
         f"{PREFIX}attention",
@@ -247,7 +266,7 @@ def attend_layer(
     out_TD, kv_pages = call(
         normed_TD,
         *({"v_LDG": weights["k_LDG"], **weights}[name] for name in PROJECTIONS),
-        nothing[None] if config.output_gate == "none" else next(weights[name] for name in GATES if name in weights),
+        weights[gate] if gate else nothing[None],
         *norms,
         *(weights.get(name, nothing) for name in ("q_bias_LH", "k_bias_LG", "v_bias_LG", "sinks_LA")),
         _mean_squares(normed_TD, weights, layer, config),
@@ -259,6 +278,7 @@ def attend_layer(
         np.array(config.windows, np.int32),
         _or_empty(chosen_TGK, jnp.int32),
         kv_pages,
+        *adapter_arguments(adapters, ("q_LDH", "k_LDG", _first(weights, "v_LDG", "k_LDG"), gate, "o_LHD")),
         chosen_size=np.int64(config.block_size),
         num_singles=np.int64(batch.num_singles),
         value_width=np.int64(config.value_width),
@@ -287,17 +307,17 @@ def attend_latent_layer(
     tokens takes 23 ms against 14 ms expanded; 2,048 tokens in chunks of 512 take 253 against 198 ms. With the widths of
     `deepseek-v3-small` (8 heads) it is 2.9 against 2.6 ms, and 36 against 37 ms.
     """
-    weights, batch, rotation, layer, _, _, query_scale_T, chosen_TK = inputs
+    weights, batch, rotation, layer, _, _, query_scale_T, chosen_TK, adapters = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_tokens = (*rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
-    nothing = jnp.zeros((0, 0), jnp.bfloat16)
+    nothing, queries = jnp.zeros((0, 0), jnp.bfloat16), _first(weights, "q_b_LRH", "q_LDH")
     shapes = (jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
     call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={21: 1})
     out_TD, kv_pages = call(
         normed_TD,
         weights.get("q_a_LDR", nothing),
-        weights["q_b_LRH" if "q_a_LDR" in weights else "q_LDH"],
+        weights[queries],
         *(weights[name] for name in LATENT_MATRICES),
         *(weights.get(name, nothing) for name in LATENT_VECTORS),
         *of_tokens,
@@ -308,6 +328,7 @@ def attend_latent_layer(
         _or_empty(query_scale_T, jnp.float32),
         _or_empty(chosen_TK, jnp.int32),
         kv_pages,
+        *adapter_arguments(adapters, ("q_a_LDR", queries, *LATENT_MATRICES)),
         num_singles=np.int64(batch.num_singles),
         nope_dim=np.int64(config.nope_dim),
         norm_eps=np.float32(config.norm_eps),

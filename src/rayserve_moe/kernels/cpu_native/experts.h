@@ -58,6 +58,7 @@ struct ExpertArrays {
   const float *gate_scale, *up_scale, *down_scale;  // [slots, blocks, F], ..., of numbers of 8 bits; null: none
   float* out;            // [T, D]
   int64_t up_blocks = 1, down_blocks = 1;  // scales of a column: one, or more than its blocks of rows
+  Adapters gate_adapters, up_adapters, down_adapters;  // of a single expert
 };
 
 // Scales of a matrix of `blocks` per column: one is for sums, several are for the weights.
@@ -161,6 +162,11 @@ template <class Weight>
 inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays<Weight>& arrays,
                                  const PickedRows& rows, bf16* inner) {
   const int64_t num_panels = shapes.inner / kPanel;
+  thread_local AdaptedRows gate_here, up_here;
+  AdaptedRows &gate_adapted = gate_here, &up_adapted = up_here;
+  const auto token_of = [&](int64_t r) { return grouped.picks[r] / shapes.top_k; };
+  gate_adapted.find(arrays.gate_adapters, rows.first, rows.stride, grouped.picks.size(), token_of);
+  up_adapted.find(arrays.up_adapters, rows.first, rows.stride, grouped.picks.size(), token_of);
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
     const int64_t slot = grouped.slots[group], of_column = slot * shapes.inner + column;
@@ -173,7 +179,9 @@ inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& sha
     multiply_panels(rows.first + begin * rows.stride, rows.stride, grouped.begins[group + 1] - begin, shapes.width,
                     panels, scales, [&](int64_t r, const Pair(&both)[2]) {
                       bf16* target = inner + (begin + r) * shapes.inner + column;
-                      const Pair gate = of_gate(both[0]), up = of_up(both[1]);
+                      Pair gate = of_gate(both[0]), up = of_up(both[1]);
+                      gate_adapted.add(gate, begin + r, token_of(begin + r), column);
+                      up_adapted.add(up, begin + r, token_of(begin + r), column);
                       store(target, activate(shapes.activation, gate.low, up.low));
                       store(target + 16, activate(shapes.activation, gate.high, up.high));
                     });
@@ -185,6 +193,10 @@ template <class Weight>
 inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays<Weight>& arrays,
                           const bf16* inner, bf16* results) {
   const int64_t width = shapes.width, num_panels = native::num_panels(width);
+  thread_local AdaptedRows adapted_here;
+  AdaptedRows& adapted = adapted_here;
+  const auto token_of = [&](int64_t r) { return grouped.picks[r] / shapes.top_k; };
+  adapted.find(arrays.down_adapters, inner, shapes.inner, grouped.picks.size(), token_of);
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, panel = item % num_panels, begin = grouped.begins[group];
     const int64_t of_slot = grouped.slots[group] * width, column = panel * kPanel;
@@ -194,7 +206,9 @@ inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, co
     const BlockScales scales[1] = {of_matrix.of_weights(column)};
     multiply_panels(inner + begin * shapes.inner, shapes.inner, grouped.begins[group + 1] - begin, shapes.inner, panels,
                     scales, [&](int64_t r, const Pair(&result)[1]) {
-                      store_columns(results + grouped.picks[begin + r] * width, of_down(result[0]), column, width);
+                      Pair down = of_down(result[0]);
+                      adapted.add(down, begin + r, token_of(begin + r), column);
+                      store_columns(results + grouped.picks[begin + r] * width, down, column, width);
                     });
   });
 }

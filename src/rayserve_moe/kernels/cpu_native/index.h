@@ -40,11 +40,13 @@ struct IndexArrays {
   bf16* pool;                           // this layer's pages, [pages, page, 1, d]; null if they are of 8 bits
   Fp8* narrow_pool;                     // the same in e4m3, or null
   int32_t* chosen;                      // [T, K], ascending, -1 behind
+  Adapters q_a_adapters;
 };
 
 struct IndexRows {
   Scratch<bf16> keys, query_latents, queries;  // [T, d], [T, R], [T, A, d]
   Scratch<float> weights;                      // [T, A]
+  AdaptedRows adapted;
   std::vector<int64_t> first;                  // [T], place of each one's scores
   Scratch<float> scores;                       // of tokens that do not see all
 };
@@ -120,7 +122,8 @@ inline void make_queries(const IndexShapes& s, const IndexArrays& a, IndexRows& 
   const int64_t T = s.batch.num_tokens, R = s.query_latent, width = s.heads() * s.head;
   bf16 *const latents = rows.query_latents.sized(T * R), *const queries = rows.queries.sized(T * width);
   float* const weights = rows.weights.sized(T * s.heads());
-  project(a.hidden, T, s.batch.width, {{a.q_a, a.q_a_bias, latents, R}});
+  rows.adapted.find(a.q_a_adapters, a.hidden, s.batch.width, T);
+  project(a.hidden, T, s.batch.width, {{a.q_a, a.q_a_bias, latents, R, &rows.adapted}});
   for_pieces(T, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) norm_row(latents + t * R, {a.q_a_norm}, latents + t * R, R, s.latent_eps);
   });

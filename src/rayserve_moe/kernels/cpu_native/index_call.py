@@ -10,6 +10,7 @@ import numpy as np
 
 from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.kernels.block_index import BlockIndexConfig
+from rayserve_moe.kernels.cpu_native.adapters import adapter_arguments
 from rayserve_moe.kernels.cpu_native.calls import BLOCK_MATRICES, INDEX_MATRICES, INDEX_VECTORS, PREFIX
 from rayserve_moe.kernels.token_index import IndexConfig
 
@@ -36,6 +37,7 @@ def choose_layer_tokens(
         *(weights[name] for name in (*INDEX_MATRICES, *INDEX_VECTORS)),
         *_places(normed_TD, key_pages, inputs),
         key_pages,
+        *adapter_arguments(inputs.adapters, ("q_a_LDR",)),
         num_singles=np.int64(batch.num_singles),
         latent_eps=np.float32(config.latent_eps),
         key_eps=np.float32(config.key_eps),

@@ -43,12 +43,15 @@ struct LatentArrays {
   int64_t num_chosen;                            // K
   bf16* pool;                                    // this layer's pages, [pages, page, 1, C + r]
   float* out;                                    // [T, D]
+  Adapters q_a_adapters, q_b_adapters, kv_a_adapters, k_b_adapters, v_b_adapters, o_adapters;
 };
 
 // Rows of the steps between.
 struct LatentRows {
   Scratch<bf16> latents, query_latents, queries;  // [T, C + r], [T, R], [T, A, n + r]
   Scratch<bf16> absorbed, attended, values;       // [T, A, C + r], [T, A, C], [T, A, v]
+  AdaptedRows keys_adapted, queries_adapted;
+  Scratch<float> ranks;                           // of each head of the tokens with adapters, [T, A, rank]
 
   void fit(const LatentShapes& s) {
     const int64_t T = s.batch.num_tokens, A = s.heads();
@@ -66,10 +69,12 @@ struct LatentProduct {
   const bf16 *matrix, *bias;
   int64_t depth, width;
   bf16* target;
+  const AdaptedRows& adapted;
 
   void run(const bf16* left, int64_t num_rows, int64_t panel) const {
     const int64_t column = panel * kPanel;
     multiply_panel(left, num_rows, depth, panel_of(matrix, depth, width, panel), [&](int64_t t, Pair result) {
+      adapted.add(result, t, column);
       if (bias) add_bias(result, bias, column, width);
       store_columns(target + t * width, result, column, width);
     });
@@ -79,10 +84,12 @@ struct LatentProduct {
 // Latents of keys and of queries; or the queries themselves, where they have none.
 inline void project_down(const LatentShapes& s, const LatentArrays& a, LatentRows& rows) {
   const int64_t depth = s.batch.width;
-  const LatentProduct keys{a.kv_a, a.kv_a_bias, depth, s.cached(), rows.latents.data()};
+  rows.keys_adapted.find(a.kv_a_adapters, a.hidden, depth, s.batch.num_tokens);
+  rows.queries_adapted.find(s.query_latent > 0 ? a.q_a_adapters : a.q_b_adapters, a.hidden, depth, s.batch.num_tokens);
+  const LatentProduct keys{a.kv_a, a.kv_a_bias, depth, s.cached(), rows.latents.data(), rows.keys_adapted};
   const LatentProduct queries = s.query_latent > 0
-      ? LatentProduct{a.q_a, a.q_a_bias, depth, s.query_latent, rows.query_latents.data()}
-      : LatentProduct{a.q_b, nullptr, depth, s.heads() * s.head(), rows.queries.data()};
+      ? LatentProduct{a.q_a, a.q_a_bias, depth, s.query_latent, rows.query_latents.data(), rows.queries_adapted}
+      : LatentProduct{a.q_b, nullptr, depth, s.heads() * s.head(), rows.queries.data(), rows.queries_adapted};
   const int64_t panels_of_keys = num_panels(keys.width);
   for_each(panels_of_keys + num_panels(queries.width), [&](int64_t item) {
     if (item < panels_of_keys) keys.run(a.hidden, s.batch.num_tokens, item);
@@ -121,10 +128,30 @@ inline void scale_row(bf16* row, int64_t width, float factor) {
   }
 }
 
+// Ranks of the adapters of a matrix between heads and latents, [T, A, rank]; `of_head(h)` is how a head reads it, and
+// `rows` its inputs, [T, A, stride].
+template <class OfHead>
+inline const float* find_ranks(const LatentShapes& s, const Adapters& adapters, const bf16* rows, int64_t stride,
+                               Scratch<float>& scratch, OfHead&& of_head) {
+  if (!adapters.a) return nullptr;
+  float* const ranks = scratch.sized(s.batch.num_tokens * s.heads() * adapters.rank);
+  for_each(s.batch.num_tokens * s.heads(), [&](int64_t item) {
+    const int64_t t = item / s.heads();
+    if (adapters.change(t))
+      reduce_row(of_head(item % s.heads()), adapters.rank, adapters.slots[t], rows + item * stride,
+                 ranks + item * adapters.rank);
+  });
+  return ranks;
+}
+
 // Multiplies the part of each head that has no position into the latent space, and rotates the other; both times the
 // factor of the token's queries, before they are rounded.
 inline void absorb(const LatentShapes& s, const LatentArrays& a, LatentRows& rows) {
   const int64_t depth = s.heads() * s.nope, panels = num_panels(s.latent);
+  const Adapters& of = a.k_b_adapters;  // read from outputs to inputs
+  const float* const ranks = find_ranks(s, of, rows.queries.data(), s.head(), rows.ranks, [&](int64_t head) {
+    return Ranks{of.b + head * s.nope, of.outputs, of.rank * of.outputs, s.nope};
+  });
   const int64_t pieces = (panels + kAbsorbedPanels - 1) / kAbsorbedPanels;
   for_each(s.heads() * pieces, [&](int64_t item) {
     const int64_t head = item / pieces, first = item % pieces * kAbsorbedPanels;
@@ -136,7 +163,11 @@ inline void absorb(const LatentShapes& s, const LatentArrays& a, LatentRows& row
       const bf16* const of_head = a.k_b + column * depth + head * s.nope * columns;  // its rows of the panel
       const bf16* panels[1] = {panel_of(of_head, s.nope, columns, 0)};
       multiply_rows(queries, query_stride, s.batch.num_tokens, s.nope, panels, [&](int64_t t, const Pair(&result)[1]) {
-        const Pair query = a.query_scale ? scaled(result[0], a.query_scale[t]) : result[0];
+        Pair query = result[0];
+        if (of.change(t))
+          add_ranks(query, of.a + of.slots[t] * of.rank * of.inputs, of.inputs, of.rank,
+                    ranks + (t * s.heads() + head) * of.rank, column);
+        if (a.query_scale) query = scaled(query, a.query_scale[t]);
         store_columns(target + t * stride, query, column, s.latent);
       });
     }
@@ -208,6 +239,9 @@ inline void attend_to_latents(const LatentShapes& s, const LatentArrays& a, Late
 // Multiplies what each head has attended out of the latent space. A panel may have columns of several heads.
 inline void expand(const LatentShapes& s, const LatentArrays& a, LatentRows& rows) {
   const int64_t width = s.heads() * s.value;
+  const Adapters& of = a.v_b_adapters;
+  const float* const ranks = find_ranks(s, of, rows.attended.data(), s.latent, rows.ranks,
+                                        [&](int64_t) { return ranks_of(of); });
   for_each(num_panels(width), [&](int64_t panel) {
     const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, width);
     const bf16* panels[1] = {panel_of(a.v_b, s.latent, width, panel)};
@@ -217,8 +251,12 @@ inline void expand(const LatentShapes& s, const LatentArrays& a, LatentRows& row
       multiply_rows(rows.attended.data() + head * s.latent, s.heads() * s.latent, s.batch.num_tokens, s.latent, panels,
                     [&](int64_t t, const Pair(&result)[1]) {
                       bf16* const target = rows.values.data() + t * width + begin;
-                      store(target, result[0].low, Mask(lanes));
-                      if (lanes >> 16) store(target + 16, result[0].high, Mask(lanes >> 16));
+                      Pair values = result[0];
+                      if (of.change(t))
+                        add_ranks(values, of.b + of.slots[t] * of.rank * width, width, of.rank,
+                                  ranks + (t * s.heads() + head) * of.rank, begin);
+                      store(target, values.low, Mask(lanes));
+                      if (lanes >> 16) store(target + 16, values.high, Mask(lanes >> 16));
                     });
     }
   });
@@ -232,11 +270,12 @@ inline void latent_attention_layer(const LatentShapes& s, const LatentArrays& a)
   norm_latents(s, a, rows);
   const int64_t num_tokens = s.batch.num_tokens, query_width = s.heads() * s.head();
   if (s.query_latent > 0)
-    multiply_all(rows.query_latents.data(), num_tokens, s.query_latent, a.q_b, query_width, rows.queries.data());
+    multiply_adapted(rows.query_latents.data(), num_tokens, s.query_latent, a.q_b, query_width, rows.queries.data(),
+                     a.q_b_adapters);
   absorb(s, a, rows);
   attend_to_latents(s, a, rows);
   expand(s, a, rows);
-  multiply_all(rows.values.data(), num_tokens, s.heads() * s.value, a.o, s.batch.width, a.out);
+  multiply_adapted(rows.values.data(), num_tokens, s.heads() * s.value, a.o, s.batch.width, a.out, a.o_adapters);
 }
 
 }  // namespace native

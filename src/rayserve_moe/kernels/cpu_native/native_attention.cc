@@ -22,7 +22,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
                      S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, S32 chosen, Bf16 pool,
                      int64_t chosen_size, int64_t num_singles, int64_t value_width, float eps, float scale, float clip, float value_scale,
                      bool is_interleaved, bool norms_after, bool has_softplus, bool norms_values,
-                     ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
+                     ffi::RemainingArgs adapters, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
     return wrong("attention takes arrays of other numbers of dimensions");
@@ -74,6 +74,11 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   a.pool = reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * s.page_size * s.row_width();
   a.out = out->typed_data();
   if (!native::are_in_pool(s, a)) return wrong("a token's position, slot or page lies outside the pool");
+  AdapterArguments given(adapters, at, s.num_tokens);
+  given.read(a.q_adapters, s.width, q_width), given.read(a.k_adapters, s.width, k_width);
+  given.read(a.v_adapters, s.width, v_width), given.read(a.gate_adapters, s.width, s.gate_width);
+  given.read(a.o_adapters, out_width, s.width);
+  if (given.are_wrong()) return wrong("adapters of attention do not fit its weights");
   native::attention_layer(s, a);
   return ffi::Error::Success();
 }
@@ -89,5 +94,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                                   .Arg<Bf16>().Attr<int64_t>("chosen_size").Attr<int64_t>("num_singles").Attr<int64_t>("value_width").Attr<float>("eps")
                                   .Attr<float>("scale").Attr<float>("clip").Attr<float>("value_scale")
                                   .Attr<bool>("is_interleaved").Attr<bool>("norms_after").Attr<bool>("has_softplus")
-                                  .Attr<bool>("norms_values")
+                                  .Attr<bool>("norms_values").RemainingArgs()
                                   .Ret<F32>().Ret<Bf16>());

@@ -23,7 +23,7 @@ int64_t blocks_of(F32& scales, int64_t slots, int64_t depth, int64_t columns) {
 template <class Weight, class Matrices>
 ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Matrices gate, Matrices up, Matrices down, Bf16 gate_bias,
                    Bf16 up_bias, Bf16 down_bias, F32 gate_scale, F32 up_scale, F32 down_scale, S32 first_slot,
-                   int64_t num_slots, std::string_view activation, float slope, float limit,
+                   int64_t num_slots, std::string_view activation, float slope, float limit, ffi::RemainingArgs adapters,
                    ffi::ResultBuffer<ffi::F32> out) {
   if (!have_dims(2, hidden, slots) || !have_dims(3, gate) || !have_dims(0, first_slot))
     return wrong("experts take arrays of other numbers of dimensions");
@@ -58,6 +58,11 @@ ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Matrices gate, Matrices up
   arrays.up_scale = from_row<float>(up_scale, first, up_blocks * inner);
   arrays.down_scale = from_row<float>(down_scale, first, down_blocks * width);
   arrays.out = out->typed_data(), arrays.up_blocks = up_blocks, arrays.down_blocks = down_blocks;
+  AdapterArguments given(adapters, first, shapes.num_tokens);
+  given.read(arrays.gate_adapters, width, inner), given.read(arrays.up_adapters, width, inner);
+  given.read(arrays.down_adapters, inner, width);
+  if (given.are_wrong() || (!adapters.empty() && num_slots != 1))
+    return wrong("adapters are those of a single expert, and fit its weights");
   native::expert_sums(shapes, arrays);
   return ffi::Error::Success();
 }
@@ -68,14 +73,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeExperts, (Experts<native::bf16, Bf16>),
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
                                   .Attr<int64_t>("num_slots").Attr<std::string_view>("activation")
-                                  .Attr<float>("slope").Attr<float>("limit").Ret<F32>());
+                                  .Attr<float>("slope").Attr<float>("limit").RemainingArgs().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeInt8Experts, (Experts<int8_t, S8>),
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<S8>().Arg<S8>().Arg<S8>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
                                   .Attr<int64_t>("num_slots").Attr<std::string_view>("activation")
-                                  .Attr<float>("slope").Attr<float>("limit").Ret<F32>());
+                                  .Attr<float>("slope").Attr<float>("limit").RemainingArgs().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeFp8Experts, (Experts<native::Fp8, F8>),
                               ffi::Ffi::Bind().Arg<Bf16>().Arg<S32>().Arg<F32>().Arg<F8>().Arg<F8>().Arg<F8>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>()
                                   .Attr<int64_t>("num_slots").Attr<std::string_view>("activation")
-                                  .Attr<float>("slope").Attr<float>("limit").Ret<F32>());
+                                  .Attr<float>("slope").Attr<float>("limit").RemainingArgs().Ret<F32>());

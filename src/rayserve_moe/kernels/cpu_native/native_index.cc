@@ -9,6 +9,7 @@ namespace {
 ffi::Error Index(Bf16 hidden, Bf16 q_a, Bf16 q_a_norm, Bf16 q_a_bias, Bf16 q, Bf16 k, Bf16 k_norm, Bf16 k_norm_bias,
                  F32 weights, F32 cos, F32 sin, S32 kv_slots, S32 positions, S32 page_table, S32 layer, S32 first_page,
                  S32 num_pages, ffi::AnyBuffer pool, int64_t num_singles, float latent_eps, float key_eps, bool is_interleaved,
+                 ffi::RemainingArgs adapters,
                  ffi::ResultBuffer<ffi::S32> chosen, ffi::Result<ffi::AnyBuffer> pool_out) {
   if (!have_dims(2, hidden, page_table, q_a_norm, k_norm, k_norm_bias, cos, sin, *chosen) ||
       !have_dims(3, q_a, q, k, weights) || !have_dims(4, pool) || !have_dims(0, layer, first_page, num_pages))
@@ -45,13 +46,16 @@ ffi::Error Index(Bf16 hidden, Bf16 q_a, Bf16 q_a_norm, Bf16 q_a_bias, Bf16 q, Bf
   places.page_table = page_table.typed_data();
   if (!native::are_in_pool(b, places)) return wrong("a token's position, slot or page lies outside the pool");
   const int64_t first = begin * b.page_size * s.head;
-  native::choose_tokens(
-      s, {numbers(hidden), of_layer(q_a, at), of_layer(q, at), of_layer(k, at), of_layer(q_a_norm, at),
-          of_layer(q_a_bias, at), of_layer(k_norm, at), of_layer(k_norm_bias, at),
-          weights.typed_data() + at * b.width * s.heads(), cos.typed_data(), sin.typed_data(), places.kv_slots,
-          places.positions, places.page_table,
-          is_narrow ? nullptr : static_cast<native::bf16*>(pool_out->untyped_data()) + first,
-          is_narrow ? static_cast<native::Fp8*>(pool_out->untyped_data()) + first : nullptr, chosen->typed_data()});
+  native::IndexArrays arrays{numbers(hidden), of_layer(q_a, at), of_layer(q, at), of_layer(k, at), of_layer(q_a_norm, at),
+      of_layer(q_a_bias, at), of_layer(k_norm, at), of_layer(k_norm_bias, at),
+      weights.typed_data() + at * b.width * s.heads(), cos.typed_data(), sin.typed_data(), places.kv_slots,
+      places.positions, places.page_table,
+      is_narrow ? nullptr : static_cast<native::bf16*>(pool_out->untyped_data()) + first,
+      is_narrow ? static_cast<native::Fp8*>(pool_out->untyped_data()) + first : nullptr, chosen->typed_data()};
+  AdapterArguments given(adapters, at, b.num_tokens);
+  given.read(arrays.q_a_adapters, b.width, s.query_latent);
+  if (given.are_wrong()) return wrong("adapters of an index do not fit its weights");
+  native::choose_tokens(s, arrays);
   return ffi::Error::Success();
 }
 
@@ -63,4 +67,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeIndex, Index,
                                   .Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
                                   .Arg<S32>().Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().Attr<int64_t>("num_singles")
                                   .Attr<float>("latent_eps").Attr<float>("key_eps").Attr<bool>("is_interleaved")
-                                  .Ret<S32>().Ret<ffi::AnyBuffer>());
+                                  .RemainingArgs().Ret<S32>().Ret<ffi::AnyBuffer>());

@@ -9,7 +9,8 @@ namespace {
 ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b, Bf16 o, Bf16 q_a_norm, Bf16 kv_a_norm,
                   Bf16 q_a_bias, Bf16 kv_a_bias, F32 cos, F32 sin, S32 kv_slots, S32 positions, S32 page_table,
                   S32 layer, S32 first_page, S32 num_pages, F32 query_scale, S32 chosen, Bf16 pool, int64_t num_singles,
-                  int64_t nope_dim, float norm_eps, float scale, bool is_interleaved, ffi::ResultBuffer<ffi::F32> out,
+                  int64_t nope_dim, float norm_eps, float scale, bool is_interleaved, ffi::RemainingArgs adapters,
+                  ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, kv_a_norm) || !have_dims(3, o, k_b, v_b) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
@@ -53,14 +54,20 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
     if (position >= 0 && (chosen.typed_data()[i] > position || (i % num_chosen == 0 && chosen.typed_data()[i] < 0)))
       return wrong("a token sees chosen positions up to its own, at least one");
   }
-  native::latent_attention_layer(
-      s, {numbers(hidden), of_layer(q_a, at), of_layer(q_b, at), of_layer(kv_a, at), of_layer(k_b, at),
-          of_layer(v_b, at), of_layer(o, at), of_layer(q_a_norm, at), of_layer(kv_a_norm, at), of_layer(q_a_bias, at),
-          of_layer(kv_a_bias, at), cos.typed_data(), sin.typed_data(), places.kv_slots, places.positions,
-          places.page_table, query_scale.element_count() ? query_scale.typed_data() : nullptr,
-          num_chosen ? chosen.typed_data() : nullptr, num_chosen,
-          reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * b.page_size * s.cached(),
-          out->typed_data()});
+  native::LatentArrays arrays{numbers(hidden), of_layer(q_a, at), of_layer(q_b, at), of_layer(kv_a, at), of_layer(k_b, at),
+      of_layer(v_b, at), of_layer(o, at), of_layer(q_a_norm, at), of_layer(kv_a_norm, at), of_layer(q_a_bias, at),
+      of_layer(kv_a_bias, at), cos.typed_data(), sin.typed_data(), places.kv_slots, places.positions,
+      places.page_table, query_scale.element_count() ? query_scale.typed_data() : nullptr,
+      num_chosen ? chosen.typed_data() : nullptr, num_chosen,
+      reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * b.page_size * s.cached(),
+      out->typed_data()};
+  AdapterArguments given(adapters, at, b.num_tokens);
+  given.read(arrays.q_a_adapters, b.width, s.query_latent), given.read(arrays.q_b_adapters, depth, s.heads() * s.head());
+  given.read(arrays.kv_a_adapters, b.width, s.cached()), given.read(arrays.k_b_adapters, s.latent, s.heads() * s.nope);
+  given.read(arrays.v_b_adapters, s.latent, s.heads() * s.value);
+  given.read(arrays.o_adapters, s.heads() * s.value, b.width);
+  if (given.are_wrong()) return wrong("adapters of latent attention do not fit its weights");
+  native::latent_attention_layer(s, arrays);
   return ffi::Error::Success();
 }
 
@@ -72,4 +79,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeLatent, Latent,
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<S32>()
                                   .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<S32>().Arg<Bf16>()
                                   .Attr<int64_t>("num_singles").Attr<int64_t>("nope_dim").Attr<float>("norm_eps")
-                                  .Attr<float>("scale").Attr<bool>("is_interleaved").Ret<F32>().Ret<Bf16>());
+                                  .Attr<float>("scale").Attr<bool>("is_interleaved").RemainingArgs().Ret<F32>().Ret<Bf16>());

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "adapters.h"
 #include "products.h"
 #include "rows.h"
 #include "threads.h"
@@ -54,15 +55,34 @@ void for_panels(int64_t num_rows, int64_t depth, int64_t num_panels, Body&& body
   });
 }
 
-// Rows of `left` [rows, depth] times a packed matrix [depth, width].
-template <class Number>
-void multiply_all(const bf16* left, int64_t num_rows, int64_t depth, const bf16* matrix, int64_t width, Number* out) {
+// Rows of `left` [rows, depth] times a packed matrix [depth, width]; `add(sums, row, column)` adds to a panel's sums.
+template <class Number, class Add>
+void multiply_all(const bf16* left, int64_t num_rows, int64_t depth, const bf16* matrix, int64_t width, Number* out,
+                  Add&& add) {
   for_panels(num_rows, depth, num_panels(width), [&](int64_t first, int64_t count, int64_t panel) {
     multiply_panel(left + first * depth, count, depth, panel_of(matrix, depth, width, panel),
-                   [&](int64_t r, const Pair& result) {
+                   [&](int64_t r, Pair result) {
+                     add(result, first + r, panel * kPanel);
                      store_columns(out + (first + r) * width, result, panel * kPanel, width);
                    });
   });
+}
+
+template <class Number>
+void multiply_all(const bf16* left, int64_t num_rows, int64_t depth, const bf16* matrix, int64_t width, Number* out) {
+  multiply_all(left, num_rows, depth, matrix, width, out, [](Pair&, int64_t, int64_t) {});
+}
+
+// The same with the adapters of the rows' tokens.
+template <class Number>
+void multiply_adapted(const bf16* left, int64_t num_rows, int64_t depth, const bf16* matrix, int64_t width, Number* out,
+                      const Adapters& adapters) {
+  if (!adapters.a) return multiply_all(left, num_rows, depth, matrix, width, out);
+  thread_local AdaptedRows rows_here;
+  AdaptedRows& rows = rows_here;
+  rows.find(adapters, left, depth, num_rows);
+  multiply_all(left, num_rows, depth, matrix, width, out,
+               [&](Pair& sums, int64_t r, int64_t column) { rows.add(sums, r, column); });
 }
 
 }  // namespace native

@@ -11,6 +11,7 @@ struct Projection {
   const bf16 *weights, *bias;  // bias null: none
   bf16* out;                   // [T, width]
   int64_t width;               // 0: nothing is projected
+  const AdaptedRows* adapted = nullptr;  // adapters of the rows; null: none
 };
 
 inline void add_bias(Pair& result, const bf16* bias, int64_t column, int64_t width) {
@@ -28,6 +29,7 @@ inline void project(const bf16* rows, int64_t num_rows, int64_t depth, std::init
     for (; item >= num_panels(part->width); ++part) item -= num_panels(part->width);
     const bf16* panel = panel_of(part->weights, depth, part->width, item);
     multiply_panel(rows + first * depth, rows_here, depth, panel, [&](int64_t r, Pair result) {
+      if (part->adapted) part->adapted->add(result, first + r, item * kPanel);
       if (part->bias) add_bias(result, part->bias, item * kPanel, part->width);
       store_columns(part->out + (first + r) * part->width, result, item * kPanel, part->width);
     });

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
+from rayserve_moe.kernels.adapters import LayerAdapters, with_adapters
 from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
 
 NO_ID = 2**31 - 1
@@ -44,9 +45,20 @@ def add_and_norm(
     return hidden_TD, rms_norm(hidden_TD, scale_LD[layer], eps)
 
 
-def project(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Multiply by [in, out], accumulating in float32; the result has the input's dtype."""
-    out = jnp.matmul(hidden, weight, preferred_element_type=jnp.float32).astype(hidden.dtype)
+def project(
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    name: str = "",
+    adapters: LayerAdapters | None = None,
+) -> jax.Array:
+    """Multiply by [in, out], accumulating in float32; the result has the input's dtype.
+
+    `adapters` of the parameter `name` are added before rounding.
+    """
+    made = jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+    out = with_adapters(made, hidden, name, adapters=adapters).astype(hidden.dtype)
     return out if bias is None else out + bias
 
 
@@ -56,14 +68,22 @@ def gated_mlp(
     *,
     layer: jax.Array,
     activation: Activation = SILU,
+    names: tuple[str, str, str] = ("", "", ""),
+    adapters: LayerAdapters | None = None,
 ) -> jax.Array:
     """Compute the gated MLP of a layer: float32 [T, D], a partial sum on a device that holds a part of I.
 
-    `weights` are gate and up [N, D, I] and down [N, I, D] of all dense layers.
+    `weights` are gate and up [N, D, I] and down [N, I, D] of all dense layers, `names` their names in `adapters`.
     """
     gate_DI, up_DI, down_ID = (stacked[layer] for stacked in weights)
-    inner = activate(project(hidden_TD, gate_DI), project(hidden_TD, up_DI), activation)
-    return jnp.matmul(inner, down_ID, preferred_element_type=jnp.float32)
+    gate, up, down = names
+    inner = activate(
+        project(hidden_TD, gate_DI, name=gate, adapters=adapters),
+        project(hidden_TD, up_DI, name=up, adapters=adapters),
+        activation,
+    )
+    made_TD = jnp.matmul(inner, down_ID, preferred_element_type=jnp.float32)
+    return with_adapters(made_TD, inner, down, adapters=adapters)
 
 
 SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}

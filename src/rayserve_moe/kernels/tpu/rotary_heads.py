@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.reference.layers import Rotation, project
@@ -29,20 +30,23 @@ MAX_TOKENS, MIN_TOKENS, TILE_ELEMENTS = 256, 16, 2 << 20
 VMEM_BYTES = 40 << 20
 
 
-def project_rows_at_once(
+def project_rows_at_once(  # noqa: PLR0913 (the interface of `project_rows`)
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
     *,
     rotation: Rotation,
     config: AttentionConfig,
     stacked: StackedWeights | None = None,
+    adapters: LayerAdapters | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `project_packed_rows` for heads that `unsupported_reason` accepts.
 
     Many tokens are computed tile by tile. `interpret` (see `pallas_call`) runs it without a TPU.
     """
-    projected = [project(normed_TD, weights[name]) for name in ("q_LDH", "k_LDG", "v_LDG")]
+    projected = [
+        project(normed_TD, weights[name], name=name, adapters=adapters) for name in ("q_LDH", "k_LDG", "v_LDG")
+    ]
     all_weights, layer = stacked or ({name: weights[name][None] for name in ("q_norm_Lh", "k_norm_Lh")}, 0)
     norms = all_weights["q_norm_Lh"], all_weights["k_norm_Lh"]
     num_tokens, tile = len(normed_TD), tile_tokens(len(normed_TD), sum(part.shape[1] for part in projected))

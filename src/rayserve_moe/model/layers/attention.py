@@ -320,12 +320,12 @@ def begin(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]] | None:
     """Add, norm and project in a fused kernel; `stream` is the residual stream and its addend, both [T, D].
 
-    Returns None if no such kernel exists for these sizes.
+    Returns None if no such kernel exists for these sizes, or if tokens have adapters.
     """
     weights, step, layer, config = inputs
     rotation = step.prepared[own.kind].rotation
     choice = begin_choice(own, weights, stream, rotation=rotation, layer=layer, config=config)
-    if choice.candidate is None:
+    if choice.candidate is None or inputs.adapters is not None:
         return None
     attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
     with jax.named_scope("attention/projections"):
@@ -346,4 +346,12 @@ def apply(
     return attend(rows, inputs, mixer=own.kind, state=state, attention=attention, made=made, chosen_TK=chosen_TGK)
 
 
-MIXER = Mixer(parameters, states, attention_choice, prepare, apply, begin)
+MIXER = Mixer(
+    parameters,
+    states,
+    attention_choice,
+    prepare,
+    apply,
+    begin,
+    adapted=("q_LDH", "k_LDG", "v_LDG", "gate_LDH", "gate_LDA", "o_LHD"),
+)

@@ -133,4 +133,13 @@ def of_kv_heads(chosen_TAK: jax.Array, own: GroupedAttention, plan: ParallelPlan
     return jnp.take(chosen_TAK, kv_heads // kv_heads_of_index, axis=1)
 
 
-MIXER = Mixer(parameters, states, attention_choice, attention.prepare, apply, passed=passed, captured=CHOSEN)
+MIXER = Mixer(
+    parameters,
+    states,
+    attention_choice,
+    attention.prepare,
+    apply,
+    passed=passed,
+    captured=CHOSEN,
+    adapted=attention.MIXER.adapted,
+)

@@ -13,7 +13,7 @@ from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.model.layers.attention import BLOCKS, GroupedAttention
 from rayserve_moe.model.layers.kinds import LayerInputs
 from rayserve_moe.model.layers.latent import SHARED, SPARSE, LatentAttention
-from rayserve_moe.model.model_config import Pools, StepInputs
+from rayserve_moe.model.model_config import Pools, StepInputs, adapters_of
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.requests.records import IndexLayout
 
@@ -50,6 +50,7 @@ def by_index(
     """
     (normed_TD, pools), (weights, step, layer, _) = rows, inputs
     of_layer = AttentionInputs(weights, step.batch.of_state(STATE), step.prepared[mixer].rotation, layer)
+    of_layer = of_layer._replace(adapters=adapters_of(step, mixer, layer))
     with jax.named_scope("index"):
         chosen, keys = choose(normed_TD, *pools[STATE], of_layer)
     return chosen, {**pools, STATE: (keys,)}

@@ -8,8 +8,8 @@ of the same kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,8 @@ class Mixer:
     """Name of a passed array that is an output of the step for each layer of the kind; empty if none."""
     needs_earlier_layers: bool = False
     """True if layers read arrays that layers of another kind have passed on."""
+    adapted: tuple[str, ...] = ()
+    """Names of the matrices whose products `apply` computes with adapters."""
 
 
 class FfnRows(NamedTuple):
@@ -79,3 +81,5 @@ class Ffn:
     with experts. `kind` is the LayerSpec without its window."""
     divided_sizes: Callable[..., dict[str, int]]
     """`(spec)`: sizes that must be divisible by the tensor axis, by their keys in `config.json`."""
+    adapted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the matrices whose products `apply` computes with adapters, by group."""

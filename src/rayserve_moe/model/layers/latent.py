@@ -230,4 +230,11 @@ def apply(
     return attend(rows, inputs, mixer=own.kind, state=state, attention=attention, chosen_TK=chosen_TK)
 
 
-MIXER = Mixer(parameters, states, attention_choice, prepare, apply)
+MIXER = Mixer(
+    parameters,
+    states,
+    attention_choice,
+    prepare,
+    apply,
+    adapted=("q_LDH", "q_a_LDR", "q_b_LRH", "kv_a_LDC", "k_b_LHC", "v_b_LHC", "o_LHD"),
+)

@@ -10,12 +10,15 @@ from dataclasses import replace
 import jax
 
 from rayserve_moe.model.layers.kinds import Ffn, FfnRows
-from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs
+from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs, adapters_of
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import LayerSpec, ModelSpec
 
 PAIRS = (("dense_gate", "dense_up"), ("shared_gate", "shared_up"))
 """Roles of gate and up, which may share a tensor of the files."""
+
+MATRICES = ("gate_NDI", "up_NDI", "down_NID")
+"""Names of the matrices of a dense layer."""
 
 
 def parameters(
@@ -53,9 +56,15 @@ def apply(
 ) -> tuple[jax.Array, None]:
     """Return the MLP's output for every token [T, D], without routing."""
     weights, normed_TD = params["dense"], rows.normed_TD
-    matrices = weights["gate_NDI"], weights["up_NDI"], weights["down_NID"]
     activation = config.spec.experts.gating(kind.mlp_limit)
-    made_TD = config.kernels.mlp(normed_TD, matrices, layer=layer, activation=activation)
+    made_TD = config.kernels.mlp(
+        normed_TD,
+        tuple(weights[name] for name in MATRICES),
+        layer=layer,
+        activation=activation,
+        names=MATRICES,
+        adapters=adapters_of(inputs, "dense", layer),
+    )
     out_TD = config.plan.sum_over_tensor(made_TD)
     return out_TD.astype(normed_TD.dtype), None
 
@@ -84,4 +93,4 @@ def _half(param: ParamSpec) -> ParamSpec:
     return replace(param, file=replace(param.file, repeat_width=width, period=2 * width, start=start))
 
 
-FFN = Ffn(parameters, apply, divided_sizes)
+FFN = Ffn(parameters, apply, divided_sizes, {"dense": MATRICES})

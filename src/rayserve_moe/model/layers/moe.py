@@ -13,13 +13,14 @@ import jax.numpy as jnp
 
 from rayserve_moe.experts.layer import LayerRouting, apply_experts
 from rayserve_moe.experts.routing import ForcedExperts, router_of_layer
+from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, scale_rows
 from rayserve_moe.kernels.reference.activations import Activation
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 from rayserve_moe.model.layers.kinds import Ffn, FfnRows
 from rayserve_moe.model.layers.mlp import product
-from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs
+from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs, adapters_of
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec, norm_spec
 from rayserve_moe.model.spec import LayerSpec, ModelSpec
 
@@ -29,6 +30,8 @@ EXPERT_ARRAYS = (
     *("gate_scale_MPZF", "up_scale_MPZF", "down_scale_MPZD"),
 )
 """Names in the order of `ExpertWeights`."""
+SHARED_MATRICES = ("gate_MDS", "up_MDS", "down_MSD")
+"""Names of the matrices of a shared expert."""
 QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Quantised dtypes of expert weights by the values of the setting `expert_dtype`."""
 SCALE_OF = {"gate_MPDF": "gate_scale_MPZF", "up_MPDF": "up_scale_MPZF", "down_MPFD": "down_scale_MPZD"}
@@ -230,7 +233,8 @@ def apply(
     out_TD = normed(out_TD, norms["after_MD"]) if norms else out_TD
     if config.spec.experts.shared != "none":
         activation = config.spec.experts.gating(kind.mlp_limit)
-        shared_TD = _shared_expert(params["shared"], normed_TD, layer, activation, config)
+        adapters = adapters_of(inputs, "shared", layer)
+        shared_TD = _shared_expert(params["shared"], normed_TD, layer, activation, config=config, adapters=adapters)
         shared_TD = normed(shared_TD, norms["after_shared_MD"]) if norms else shared_TD
         out_TD = out_TD.astype(jnp.float32) + shared_TD
     return out_TD.astype(normed_TD.dtype), routing
@@ -242,11 +246,19 @@ def _shared_expert(
     normed_TD: jax.Array,
     moe_layer: jax.Array,
     activation: Activation,
+    *,
     config: ModelConfig,
+    adapters: LayerAdapters | None,
 ) -> jax.Array:
     """Return the shared expert's output for every token, float32 [T, D], times its gate if it has one (Qwen2-MoE)."""
-    matrices = weights["gate_MDS"], weights["up_MDS"], weights["down_MSD"]
-    made_TD = config.kernels.mlp(normed_TD, matrices, layer=moe_layer, activation=activation)
+    made_TD = config.kernels.mlp(
+        normed_TD,
+        tuple(weights[name] for name in SHARED_MATRICES),
+        layer=moe_layer,
+        activation=activation,
+        names=SHARED_MATRICES,
+        adapters=adapters,
+    )
     out_TD = config.plan.sum_over_tensor(made_TD)
     if config.spec.experts.shared != "sigmoid_gated":
         return out_TD
@@ -271,4 +283,4 @@ def _flatten(weights: jax.Array) -> jax.Array:
     return weights.reshape(-1, *weights.shape[2:])
 
 
-FFN = Ffn(parameters, apply, divided_sizes)
+FFN = Ffn(parameters, apply, divided_sizes, {"shared": SHARED_MATRICES})

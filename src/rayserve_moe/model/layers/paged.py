@@ -14,7 +14,7 @@ import numpy as np
 from rayserve_moe.kernels.attention_layer import AttentionInputs, DescribedSingles, TokenBatch
 from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.model.layers.kinds import LayerInputs
-from rayserve_moe.model.model_config import ModelConfig, Pools
+from rayserve_moe.model.model_config import ModelConfig, Pools, adapters_of
 from rayserve_moe.model.spec import QueryScaleSpec, RopeSpec, YarnSpec
 
 
@@ -84,7 +84,7 @@ def attend(  # noqa: PLR0913 (the differences between kinds of attention)
     step: AttentionStep = of_step.prepared[mixer]
     batch = of_step.batch.of_state(state)
     of_layer = AttentionInputs(weights, batch, step.rotation, layer, step.singles, made, step.query_scale_T)
-    of_layer = of_layer._replace(chosen_TK=chosen_TK)
+    of_layer = of_layer._replace(chosen_TK=chosen_TK, adapters=adapters_of(of_step, mixer, layer))
     out_TD, pool = config.kernels.attention.attend(normed_TD, pool, of_layer, config=attention)
     out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
     out_TD = out_TD + weights["o_bias_LD"][layer] if "o_bias_LD" in weights else out_TD

@@ -131,7 +131,16 @@ def _is_dense(own: LatentAttention, step: StepInputs, pools: Pools) -> bool:
     return step.choices is None and _table_tokens(own, step.batch, pools) <= index_of(own).top_k
 
 
-MIXER = Mixer(parameters, states, attention_choice, latent.prepare, apply, passed=passed, captured=CHOSEN)
+MIXER = Mixer(
+    parameters,
+    states,
+    attention_choice,
+    latent.prepare,
+    apply,
+    passed=passed,
+    captured=CHOSEN,
+    adapted=latent.MIXER.adapted,
+)
 SHARED_MIXER = replace(
     MIXER,
     parameters=latent.parameters,

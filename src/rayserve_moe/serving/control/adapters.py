@@ -1,9 +1,10 @@
-"""LoRA adapters that all replicas merge into the configured checkpoint, by the routes of SGLang and vLLM."""
+"""LoRA adapters by the routes of SGLang and vLLM: all replicas hold them beside the weights, or merge one into them."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from rayserve_moe.checkpoints.adapters.config import CONFIG_FILE
 from rayserve_moe.checkpoints.adapters.directory import NO_ADAPTER, adapter_body, holds
@@ -16,6 +17,7 @@ from rayserve_moe.engine.updates.orders import WeightOrder, WeightOutcome
 from rayserve_moe.engine.updates.tensors import AnyBucket, BucketOrder, UpdateConflictError
 from rayserve_moe.serving.api.schemas.control import LoadAdapterBody, UnloadAdapterBody
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.adapter_probe import probe_of
 from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError
 
@@ -26,34 +28,100 @@ class AdapterOutcome:
 
     outcome: WeightOutcome
     name: str
-    path: str = ""
-    """Directory of a loaded adapter."""
+    is_loaded: bool
+    """True after a load, False after an unload."""
+    loaded: Mapping[str, str]
+    """Directory of each adapter that requests may name."""
 
 
 async def load_adapter(fleet: Fleet, body: LoadAdapterBody) -> AdapterOutcome:
-    """Merge the adapter of a directory into the configured checkpoint on all replicas, or on none.
+    """Load the adapter of a directory on all replicas: beside the weights, or merged into the configured checkpoint.
 
-    Raises: ApiError 404 if there is no adapter, 400 if the directory is not permitted, 409 if other weights serve.
+    Raises: ApiError 404 if there is no adapter, 400 if the directory is not permitted, 409 if it is merged and other
+        weights serve.
     """
     reach = reach_of(fleet.state, body.lora_path)
     if not await asyncio.to_thread(holds, body.lora_path, CONFIG_FILE, reach=reach):
         raise ApiError(404, f"`lora_path` has no {CONFIG_FILE}", param="lora_path", code="adapter_not_found")
+    if holds_beside(fleet.state) and not body.merge:
+        outcome = await _load_directory(fleet, body.lora_path, name=body.lora_name)
+        return AdapterOutcome(outcome, body.lora_name, True, _beside(fleet.state))
     order = WeightOrder("", body.weight_version or None, aborts_requests=body.abort_all_requests)
-    return AdapterOutcome(
-        await merge_directory(fleet, body.lora_path, order=order, name=body.lora_name), body.lora_name, body.lora_path
-    )
+    outcome = await _merge_probed(fleet, body.lora_path, order=order, name=body.lora_name)
+    return AdapterOutcome(outcome, body.lora_name, True, {body.lora_name: body.lora_path} | _beside(fleet.state))
 
 
 async def unload_adapter(fleet: Fleet, body: UnloadAdapterBody) -> AdapterOutcome:
-    """Restore the configured checkpoint on all replicas.
+    """Unload the adapter of a name on all replicas; if it is merged, restore the configured checkpoint.
 
-    Raises: ApiError 404 unless the adapter of this name is merged.
+    Raises: ApiError 404 unless an adapter of this name is loaded.
     """
+    if body.lora_name in _beside(fleet.state):
+        outcome = await fleet.unload_adapter(body.lora_name)
+        return AdapterOutcome(outcome, body.lora_name, False, _beside(fleet.state))
     if fault := unload_fault(fleet.state.loop.control.adapter, body.lora_name):
         raise ApiError(404, fault, param="lora_name", code="adapter_not_found")
     content = bytearray(NO_ADAPTER)
     order = adapter_order("", weight_version=body.weight_version or None, aborts_requests=body.abort_all_requests)
-    return AdapterOutcome(await _staged(fleet, read_bucket(content), content=content, order=order), body.lora_name)
+    outcome = await _staged(fleet, read_bucket(content), content=content, order=order)
+    return AdapterOutcome(outcome, body.lora_name, False, _beside(fleet.state))
+
+
+def holds_beside(state: ApiState) -> bool:
+    """Return True if a server holds adapters beside the weights."""
+    return state.loop.control.adapters is not None
+
+
+def _beside(state: ApiState) -> dict[str, str]:
+    """Return the directories of the adapters beside the weights, by name."""
+    loads = state.loop.control.adapters
+    return {} if loads is None else {name: loads.table.loaded[key].path for name, key in loads.table.current.items()}
+
+
+async def _load_directory(fleet: Fleet, path: str, *, name: str) -> WeightOutcome:
+    """Hold the adapter of a directory beside the weights on all replicas."""
+    found = await _read(fleet.state, path)
+    if isinstance(found, WeightOutcome):
+        return found
+    adapter, content = found
+    return await fleet.load_adapter(adapter, name, path=path, sent=content)
+
+
+async def _read(state: ApiState, path: str) -> tuple[SentAdapter, bytearray] | WeightOutcome:
+    """Return the adapter of a directory with its body, or the refusal of one that is not readable."""
+    try:
+        content = await asyncio.to_thread(adapter_body, path, reach_of(state, path))
+        adapter = await asyncio.to_thread(read_bucket, content)
+    except CheckpointError as error:
+        message = one_line(str(error).replace(f"{path.rstrip('/')}/", ""))
+        return WeightOutcome(False, message, state.card.weight_version)
+    assert isinstance(adapter, SentAdapter), "the body of an adapter"
+    return adapter, content
+
+
+async def take_sent_adapter(fleet: Fleet, adapter: SentAdapter, name: str, *, sent: bytearray) -> WeightOutcome:
+    """Hold a sent adapter beside the weights on all replicas; without an adapter, unload the name.
+
+    Raises: ApiError 404 for the name of no loaded adapter.
+    """
+    if not adapter.restores_base:
+        return await fleet.load_adapter(adapter, name, path="", sent=sent)
+    if name not in _beside(fleet.state):
+        raise ApiError(404, unload_fault("", name), param="lora_name", code="adapter_not_found")
+    return await fleet.unload_adapter(name)
+
+
+async def _merge_probed(fleet: Fleet, path: str, *, order: WeightOrder, name: str) -> WeightOutcome:
+    """Merge the adapter of a directory; if this server also holds it beside the weights, compare both on a probe."""
+    check_base(fleet.state)
+    probe = None
+    if holds_beside(fleet.state):
+        adapter = await _read(fleet.state, path)
+        probe = await probe_of(fleet.state, adapter[0]) if isinstance(adapter, tuple) else None
+    outcome = await merge_directory(fleet, path, order=order, name=name)
+    if probe is None or not outcome.success:
+        return outcome
+    return replace(outcome, probe_kl=await probe.kl(fleet.state))
 
 
 async def merge_directory(fleet: Fleet, path: str, *, order: WeightOrder, name: str) -> WeightOutcome:
@@ -62,14 +130,12 @@ async def merge_directory(fleet: Fleet, path: str, *, order: WeightOrder, name: 
     Raises: ApiError 409 if weights other than the configured checkpoint serve.
     """
     check_base(fleet.state)
-    try:
-        content = await asyncio.to_thread(adapter_body, path, reach_of(fleet.state, path))
-        bucket = await asyncio.to_thread(read_bucket, content)
-    except CheckpointError as error:
-        message = one_line(str(error).replace(f"{path.rstrip('/')}/", ""))
-        return WeightOutcome(False, message, fleet.state.card.weight_version)
+    found = await _read(fleet.state, path)
+    if isinstance(found, WeightOutcome):
+        return found
+    adapter, content = found
     named = adapter_order(name, weight_version=order.weight_version, aborts_requests=order.aborts_requests)
-    return await _staged(fleet, bucket, content=content, order=named)
+    return await _staged(fleet, adapter, content=content, order=named)
 
 
 async def _staged(fleet: Fleet, bucket: AnyBucket, *, content: bytearray, order: BucketOrder) -> WeightOutcome:

@@ -39,10 +39,12 @@ from rayserve_moe.serving.api.schemas.control import (
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.adapters import (
     AdapterOutcome,
+    holds_beside,
     load_adapter,
     merge_directory,
     names_adapter,
     sent_name,
+    take_sent_adapter,
     unload_adapter,
 )
 from rayserve_moe.serving.control.fleet import Fleet
@@ -219,22 +221,23 @@ def outcome_answer(outcome: WeightOutcome, *, param: str | None = None, more: di
     """
     fields = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
     if outcome.success:
-        rounding = {} if outcome.max_rounding is None else {"max_rounding": outcome.max_rounding}
-        return json_answer({**fields, "weight_version": outcome.weight_version, **rounding, **(more or {})})
+        measured = {"max_rounding": outcome.max_rounding, "probe_kl": outcome.probe_kl}
+        measured = {name: value for name, value in measured.items() if value is not None}
+        return json_answer({**fields, "weight_version": outcome.weight_version, **measured, **(more or {})})
     error = ApiError(400, outcome.message, param=param, code="weights_refused")
     return json_answer({**error.body(), **fields}, status=error.status)
 
 
 def _merged(done: AdapterOutcome) -> Response:
-    loaded = {done.name: done.path} if done.path else {}
-    return outcome_answer(done.outcome, param="lora_path", more={"loaded_adapters": loaded})
+    return outcome_answer(done.outcome, param="lora_path", more={"loaded_adapters": dict(done.loaded)})
 
 
 def _merged_in_words(done: AdapterOutcome) -> Response:
     """Return vLLM's answer, a sentence; a refusal is the same as on the other routes."""
     if not done.outcome.success:
         return _merged(done)
-    return PlainTextResponse(f"Success: LoRA adapter '{done.name}' {'added' if done.path else 'removed'} successfully.")
+    change = "added" if done.is_loaded else "removed"
+    return PlainTextResponse(f"Success: LoRA adapter '{done.name}' {change} successfully.")
 
 
 def _updated(param: str) -> Callable[[WeightOutcome], Response]:
@@ -317,6 +320,8 @@ def tensor_router(state: ApiState) -> APIRouter:
             bucket = await _bucket_of(request, state, options.update_id, body=body)
             if isinstance(bucket, str):
                 return outcome_answer(WeightOutcome(False, bucket, state.card.weight_version))
+            if isinstance(bucket, SentAdapter) and options.lora_name and holds_beside(state):
+                return outcome_answer(await take_sent_adapter(Fleet(state), bucket, options.lora_name, sent=body))
             try:
                 order = _order_of(options, adapter=sent_name(state, bucket, name=options.lora_name))
                 outcome = await Fleet(state).stage_bucket(bucket, sent=body, order=order)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rayserve_moe.checkpoints.bucket import SentShares
+from rayserve_moe.checkpoints.bucket import SentAdapter, SentShares
 from rayserve_moe.engine.control import EngineControl, WeightOrder, WeightOutcome, following_version
 from rayserve_moe.engine.updates.tensors import AnyBucket, BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answer, Answers
@@ -117,6 +117,28 @@ class Fleet:
         if membership is None or membership.member.is_single_replica:
             return await asyncio.wrap_future(own())
         return await self._stage_sent(sent, order, "")
+
+    async def load_adapter(self, adapter: SentAdapter, name: str, *, path: str, sent: bytearray) -> WeightOutcome:
+        """Hold an adapter beside the weights on all replicas; `sent` is its body.
+
+        A replica without it answers requests of its name with an error.
+        """
+        assert self._control.adapters is not None, "this server holds adapters"
+        membership = self.state.membership
+        if membership is None or membership.member.is_single_replica:
+            return await asyncio.wrap_future(self._control.adapters.load(adapter, name, path=path))
+        passed_on = await asyncio.to_thread(membership.calls.put, sent)
+        return await self._outcome("load_adapter", name, path, passed_on)
+
+    async def unload_adapter(self, name: str) -> WeightOutcome:
+        """Reject later requests of an adapter on all replicas."""
+        return await self._outcome("unload_adapter", name)
+
+    async def _outcome(self, name: str, *arguments: Any) -> WeightOutcome:
+        """Return the outcome of a call that all replicas answer with an outcome."""
+        answers = await self.call(name, *arguments, timeout_s=CHANGE_S)
+        fault = fault_of(answers, missing_first=False)
+        return WeightOutcome(False, fault, self.state.card.weight_version) if fault else answers.values[0]
 
     async def rename_weights(self, version: str, *, aborts_requests: bool) -> None:
         """Set the version of the weights on all replicas."""

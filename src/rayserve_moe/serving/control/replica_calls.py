@@ -9,9 +9,10 @@ from typing import Any
 
 from rayserve_moe.balancing.placement import PlacementConflictError, PlacementError
 from rayserve_moe.balancing.placement_file import placement_as_json, placement_in
-from rayserve_moe.checkpoints.bucket import Heads, SentShares, WantedTensor, read_bucket
+from rayserve_moe.checkpoints.bucket import Heads, SentAdapter, SentShares, WantedTensor, read_bucket
 from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
+from rayserve_moe.engine.updates.adapters import AdapterLoads
 from rayserve_moe.engine.updates.tensors import BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answer, Refusal
 from rayserve_moe.fleet.member import CannotFollowError
@@ -161,6 +162,35 @@ async def _bucket(
         return outcome
 
 
+async def _load_adapter(state: ApiState, name: str, path: str, sent: list[Any]) -> WeightOutcome:
+    content = await asyncio.to_thread(_membership(state).calls.get, sent)
+    adapter = await asyncio.to_thread(read_bucket, content)
+    assert isinstance(adapter, SentAdapter), "the receiver has checked it"
+    return await asyncio.wrap_future(_loads(state).load(adapter, name, path=path))
+
+
+async def _unload_adapter(state: ApiState, name: str) -> WeightOutcome:
+    loads = _loads(state)
+    if name not in loads.table.current:  # a repeated call
+        return WeightOutcome(True, "the adapter is unloaded", state.card.weight_version)
+    return await asyncio.wrap_future(loads.unload(name))
+
+
+async def _offered_adapters(state: ApiState) -> list[tuple[str, str, list[Any]]]:
+    """Return the adapters beside the weights, for replicas that start: names, paths and references to their bodies."""
+    table, calls = _loads(state).table, _membership(state).calls
+    held = [table.loaded[key] for key in [*table.loaded] if key in table.current.values()]
+    bodies = [await asyncio.to_thread(calls.put, bytearray(each.body)) for each in held]
+    return [(each.name, each.path, body) for each, body in zip(held, bodies, strict=True)]
+
+
+def _loads(state: ApiState) -> AdapterLoads:
+    loads = state.loop.control.adapters
+    if loads is None:
+        raise ApiError(400, "this replica holds no adapters: start it with max_loras", code="adapters_unsupported")
+    return loads
+
+
 def shares_of(state: ApiState, sent: dict[str, SentShares]) -> SentShares:
     """Return this replica's shares of a bucket.
 
@@ -214,6 +244,9 @@ CALLS: Calls = {
     "drop_future": _drop_future,
     "forget_response": _forget_response,
     "knows_future": _knows_future,
+    "load_adapter": _load_adapter,
+    "offered_adapters": _offered_adapters,
+    "unload_adapter": _unload_adapter,
     "hold_new": _hold_new,
     "metrics": _metrics,
     "num_unended": _num_unended,

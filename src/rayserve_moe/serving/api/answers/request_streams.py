@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from rayserve_moe.answers.streams import GenerationStream, Keeper
+from rayserve_moe.engine.adapters import UnknownAdapterError
 from rayserve_moe.engine.command_queue import EngineStoppedError
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, RequestError
@@ -152,9 +153,9 @@ async def open_streams(
         state.loop.capacity.check_size(len(requests))
         requests = [
             request if request.thinking_token_budget is None else with_thinking_limit(request, state.chat_output)
-            for request in requests
+            for request in map(state.loop.keyed, requests)
         ]
-    kept = await kept_request(asking, requests, card=state.card, capacity=state.loop.capacity)
+    kept = await kept_request(asking, requests, card=state.card, capacity=state.loop.capacity, keyed=state.loop.keyed)
     requests = requests if kept is None else kept.requests
     streams, num_choices = RequestStreams(state, requests), 0
     streams.kept = kept
@@ -179,9 +180,11 @@ async def open_streams(
 
 @contextlib.contextmanager
 def refusals_named(param_names: Mapping[str, str]) -> Generator[None, None, None]:
-    """Convert a RequestError to an ApiError 400 under the route's name of the field."""
+    """Convert a RequestError, except for an unknown adapter, to an ApiError 400 under the route's name of the field."""
     try:
         yield
+    except UnknownAdapterError:
+        raise
     except RequestError as error:
         param = param_names.get(error.param or "", error.param)
         sentence = _QUOTED.sub(lambda found: f"`{param_names.get(found[1], found[1])}`", str(error))

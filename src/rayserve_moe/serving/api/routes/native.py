@@ -20,7 +20,7 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api.answers.answering import Writer, respond, rollout_type
 from rayserve_moe.serving.api.answers.request_streams import RequestStreams, open_streams, refusals_named
 from rayserve_moe.serving.api.answers.routing import RoutingWriter
-from rayserve_moe.serving.api.routes.request_parts import check_adapter, forced_rows_of, prompt_ids_of
+from rayserve_moe.serving.api.routes.request_parts import adapters_for_prompts, forced_rows_of, prompt_ids_of
 from rayserve_moe.serving.api.schemas.native import GenerateBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.journalling import Asking, answer_stem, asking_of
@@ -42,11 +42,11 @@ def native_router(state: ApiState) -> APIRouter:
     @router.post("/generate", **generates(GenerateBody, in_containers=True))
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateBody, admission=state.admission)
-        check_adapter(state, body.lora_path)
+        adapters = adapters_for_prompts(state, body.lora_path, num_prompts=len(body.batch.prompts))
         container = rollout_type(request, stream=body.stream)
         names = {**_PARAM_NAMES, "prompt": body.prompt_name}
         with refusals_named(names):
-            requests = await _requests(state, body, request)
+            requests = await _requests(state, body, request, adapters=adapters)
         streams = await open_streams(state, requests, param_names=names, asking=asking_of(request.scope))
         routing = RoutingWriter(
             state.card,
@@ -61,13 +61,15 @@ def native_router(state: ApiState) -> APIRouter:
     return router
 
 
-async def _requests(state: ApiState, body: GenerateBody, http_request: Request) -> list[GenerationRequest]:
+async def _requests(
+    state: ApiState, body: GenerateBody, http_request: Request, *, adapters: Sequence[str]
+) -> list[GenerationRequest]:
     prompts = await prompt_ids_of(state, body.batch.prompts, param=body.prompt_name, request=http_request)
     forced = await forced_rows_of(state, body, prompts=prompts, is_batch=body.batch.is_batch)
     sampling = body.sampling_params if len(body.sampling_params) > 1 else body.sampling_params * len(prompts)
     given = [
-        body.of_prompt(place) | {name: value for name, value in params if value is not None}
-        for place, params in enumerate(sampling)
+        body.of_prompt(place) | {"lora_path": adapter} | {name: value for name, value in params if value is not None}
+        for place, (params, adapter) in enumerate(zip(sampling, adapters, strict=True))
     ]
     ids = _request_ids(body, asking_of(http_request.scope))
     return [

@@ -19,6 +19,7 @@ from rayserve_moe.fleet.broadcast import Answers
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api.answers.request_streams import open_streams
 from rayserve_moe.serving.api.answers.streaming import json_answer, to_json
+from rayserve_moe.serving.api.routes.request_parts import adapter_names
 from rayserve_moe.serving.api.schemas.control import PlacementBody
 from rayserve_moe.serving.api.schemas.known_fields import NOTHING, PLACES, KnownFields, known_fields, plain_objects
 from rayserve_moe.serving.api_state import ApiState
@@ -116,9 +117,14 @@ def _model_object(state: ApiState) -> dict:
 
 
 def _adapter_objects(state: ApiState) -> list[dict]:
-    """Return the merged adapter as vLLM lists it; empty without any, and for one under the model's own name."""
-    adapter, served = state.loop.control.adapter, _model_object(state)
-    return [{**served, "id": adapter, "parent": served["id"]}] if adapter and adapter != served["id"] else []
+    """Return the adapters as vLLM lists them, except for one under the model's own name."""
+    served, control = _model_object(state), state.loop.control
+    keys = {} if control.adapters is None else control.adapters.table.current
+    return [
+        {**served, "id": name, "parent": served["id"]} | ({"adapter": keys[name]} if name in keys else {})
+        for name in adapter_names(state)
+        if name != served["id"]
+    ]
 
 
 def _model_description(state: ApiState) -> dict:

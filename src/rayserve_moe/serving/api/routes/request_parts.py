@@ -27,27 +27,43 @@ _BYTES_PER_ID = 8
 
 
 def check_model(state: ApiState, model: str | None) -> None:
-    """Check the requested model: the served one, the merged adapter, or both as `model:adapter`.
+    """Check the requested model, for a route that computes nothing with it. Raises: ApiError 404 as `adapter_for`."""
+    adapter_for(state, model)
 
-    Raises: ApiError 404 for a model that is not served.
+
+def adapter_for(state: ApiState, model: str | None, name: str | None = None) -> str:
+    """Return the adapter of a request: by `name`, or by its model, `ADAPTER` or `SERVED:ADAPTER`; empty for none.
+
+    Raises: ApiError 404 for a model or an adapter that is not served, 400 if both name an adapter and differ.
     """
-    name, adapter = state.card.name, state.loop.control.adapter
-    if model is None or model == name or (adapter and model in (adapter, f"{name}:{adapter}")):
-        return
-    merged = f" with the adapter `{adapter}`" if adapter else ""
-    raise ApiError(404, f"no such model: this server serves `{name}`{merged}", param="model", code="model_not_found")
+    served, known = state.card.name, adapter_names(state)
+    if name and name not in known:
+        loaded = f"loaded: {_quoted(known)}" if known else "no adapter is loaded"
+        raise ApiError(404, f"no such adapter ({loaded})", param="lora_path", code="adapter_not_found")
+    by_model = next((each for each in known if model in (each, f"{served}:{each}")), "")
+    if model not in (None, served) and not by_model:
+        message = f"no such model: this server serves {_quoted([served, *known])}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    if name and by_model not in ("", served, name):
+        raise ApiError(400, "`lora_path` and `model` name different adapters", param="lora_path")
+    return name or by_model
 
 
-def check_adapter(state: ApiState, names: str | Sequence[str | None] | None) -> None:
-    """Check the requested adapter, or those of the prompts of a batch; None is what serves.
+def adapters_for_prompts(state: ApiState, names: str | Sequence[str | None] | None, *, num_prompts: int) -> list[str]:
+    """Return the adapter of each prompt of a batch, empty for none. Raises: ApiError 404 as `adapter_for`."""
+    each = [names] * num_prompts if names is None or isinstance(names, str) else [*names]
+    return [adapter_for(state, None, name) for name in each]
 
-    Raises: ApiError 404 for an adapter that is not merged.
-    """
-    adapter = state.loop.control.adapter
-    asked = {names} if isinstance(names, str) else {*(names or ())}
-    if asked - {None, "", adapter}:
-        merged = f"the merged adapter is `{adapter}`" if adapter else "no adapter is loaded"
-        raise ApiError(404, f"no such adapter: {merged}", param="lora_path", code="adapter_not_found")
+
+def adapter_names(state: ApiState) -> list[str]:
+    """Return the names of the adapters that requests may name: those beside the weights, then the merged one."""
+    control = state.loop.control
+    beside = [] if control.adapters is None else [*control.adapters.table.current]
+    return [*beside, *([control.adapter] if control.adapter and control.adapter not in beside else [])]
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def truncation_of(state: ApiState, body: OpenAIGeneration) -> Truncation | None:

@@ -23,7 +23,7 @@ from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api.answers.request_streams import open_streams
 from rayserve_moe.serving.api.answers.streaming import json_answer, while_connected
-from rayserve_moe.serving.api.routes.request_parts import check_model, checked_truncation, prompt_ids_of
+from rayserve_moe.serving.api.routes.request_parts import adapter_for, checked_truncation, prompt_ids_of
 from rayserve_moe.serving.api.schemas.prompt_types import Prompt
 from rayserve_moe.serving.api.schemas.scoring import PAIRS, EmbeddingBody, ScoreBody
 from rayserve_moe.serving.api_state import ApiState
@@ -48,7 +48,7 @@ def scoring_router(state: ApiState) -> APIRouter:
     @router.post("/v1/embeddings", **takes(EmbeddingBody, *GENERATION, 501))
     async def embeddings(request: Request) -> Response:
         body = await read_body(request, EmbeddingBody, admission=state.admission)
-        check_model(state, body.model)
+        adapter = adapter_for(state, body.model)
         _check_shown(state)
         if body.dimensions not in (None, state.card.hidden_size):
             message = f"`dimensions` should be {state.card.hidden_size}: no model here was trained for shorter vectors"
@@ -65,7 +65,7 @@ def scoring_router(state: ApiState) -> APIRouter:
         )
         answer_id = body.rid or f"embd-{uuid.uuid4().hex}"
         asked = [_embedding_request(ids, f"{answer_id}_{i}", salt=body.cache_salt) for i, ids in enumerate(prompts)]
-        asked = [replace(each, priority=body.priority) for each in asked]
+        asked = [replace(each, priority=body.priority, adapter=adapter) for each in asked]
         vectors = await _states_of(state, request, asked=asked)
         vectors = _unit_vectors(vectors) if body.use_activation else vectors
         embedded = [_encoded(vector, body.encoding_format) for vector in vectors]
@@ -75,15 +75,16 @@ def scoring_router(state: ApiState) -> APIRouter:
     @router.post("/v1/score", **takes(ScoreBody, *GENERATION, 501))
     async def score(request: Request) -> Response:
         body = await read_body(request, ScoreBody, admission=state.admission)
-        check_model(state, body.model)
+        adapter = adapter_for(state, body.model)
         if body.pairs_name is not None:
-            return json_answer(await _nearness(state, body, request))
+            return json_answer(await _nearness(state, body, request, adapter=adapter))
         for name in ("query", "items", "label_token_ids"):
             if not getattr(body, name):
                 raise ApiError(400, f"`{name}` is required, and not empty", param=name)
         prompts = await prompt_ids_of(state, body.prompts, param="items", request=request)
         stem = body.rid or uuid.uuid4().hex
         requests = [_request(body, prompt_ids, f"{stem}_{place}") for place, prompt_ids in enumerate(prompts)]
+        requests = [replace(each, adapter=adapter) for each in requests]
         results = await _results(state, request, asked=requests, param_names=_PARAM_NAMES)
         num_tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
@@ -149,7 +150,7 @@ def _encoded(vector: np.ndarray, encoding: str) -> list[float] | str:
     return pybase64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-async def _nearness(state: ApiState, body: ScoreBody, request: Request) -> dict:
+async def _nearness(state: ApiState, body: ScoreBody, request: Request, *, adapter: str) -> dict:
     """Return the cosine similarity of each pair of embeddings, in vLLM's form."""
     _check_shown(state)
     names, texts = _pair_of(body)
@@ -158,6 +159,7 @@ async def _nearness(state: ApiState, body: ScoreBody, request: Request) -> dict:
     ]
     stem = body.rid or f"score-{uuid.uuid4().hex}"
     asked = [_embedding_request(each, f"{stem}_{i}", salt=body.cache_salt) for i, each in enumerate([*ids[0], *ids[1]])]
+    asked = [replace(each, adapter=adapter) for each in asked]
     vectors = _unit_vectors(await _states_of(state, request, asked=asked))
     scores = np.sum(vectors[: len(ids[0])] * vectors[len(ids[0]) :], axis=1)
     data = [{"index": i, "object": "score", "score": float(score)} for i, score in enumerate(scores)]

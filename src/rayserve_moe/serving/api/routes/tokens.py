@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pybase64
@@ -28,7 +29,7 @@ from rayserve_moe.serving.api.answers.openai import usage_of
 from rayserve_moe.serving.api.answers.request_streams import open_streams, refusals_named
 from rayserve_moe.serving.api.answers.routing import RoutingWriter
 from rayserve_moe.serving.api.routes.request_parts import (
-    check_model,
+    adapter_for,
     checked_truncation,
     forced_rows_of,
     prompt_ids_of,
@@ -62,11 +63,11 @@ def token_router(state: ApiState) -> APIRouter:
     @router.post("/inference/v1/generate", **generates(TokenBody, in_containers=True))
     async def generate(request: Request) -> Response:
         body = await read_body(request, TokenBody, admission=state.admission)
-        check_model(state, body.model)
+        adapter = adapter_for(state, body.model)
         container = rollout_type(request, stream=body.stream)
         streams = await open_streams(
             state,
-            [await _request(state, body, request)],
+            [replace(await _request(state, body, request), adapter=adapter)],
             param_names=_PARAM_NAMES,
             asking=asking_of(request.scope),
         )

@@ -92,19 +92,20 @@ AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
 class LoadAdapterBody(RequestBody):
     """Body of `/load_lora_adapter`: a directory of PEFT's files, and the name that requests may call it by.
 
-    It replaces any other adapter, so that `load_inplace` and `pinned` have no effect.
+    It replaces the adapter of its name, so that `load_inplace` and `pinned` have no effect.
     """
 
     lora_name: AdapterName
     lora_path: CheckpointPath
     load_inplace: bool = True
     pinned: bool = True
+    merge: bool = False
     weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""
     abort_all_requests: bool = False
 
 
 class UnloadAdapterBody(RequestBody):
-    """Body of `/unload_lora_adapter`: the name of the merged adapter."""
+    """Body of `/unload_lora_adapter`: the name of an adapter."""
 
     lora_name: AdapterName
     weight_version: Annotated[str, Field(min_length=1, max_length=256)] = ""

@@ -1,0 +1,80 @@
+"""Resident adapters as arrays: a pair of stacks for every matrix whose products take adapters."""
+
+# L layers   S resident adapters   R rank   I inputs   O outputs
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, cast
+
+import jax
+
+from rayserve_moe.kernels.adapters import AdapterPair
+from rayserve_moe.model.layers.table import FFNS, MIXERS
+from rayserve_moe.model.model_config import AdapterStacks, ModelConfig
+from rayserve_moe.model.param_spec import ParamSpec
+from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.model.spec import ModelSpec
+
+ParameterTree = Mapping[str, Mapping[str, ParamSpec]]
+
+
+class AdaptedMatrix(NamedTuple):
+    """A matrix that adapters may change, over the layers of its group."""
+
+    group: str
+    name: str
+    spec: ParamSpec
+
+    @property
+    def inputs(self) -> tuple[int, str | None]:
+        """Return size and logical axis of the inputs."""
+        place = -2 if self.spec.column_dim == -1 else -1
+        return self.spec.shape[place], self.spec.axes[place]
+
+    @property
+    def outputs(self) -> tuple[int, str | None]:
+        """Return size and logical axis of the outputs."""
+        place = -1 if self.spec.column_dim == -1 else -2
+        return self.spec.shape[place], self.spec.axes[place]
+
+
+def adapted_matrices(tree: ParameterTree, spec: ModelSpec) -> Iterator[AdaptedMatrix]:
+    """Yield the matrices of a model's tree of parameters that adapters may change."""
+    names: dict[str, tuple[str, ...]] = {own.kind: MIXERS[own.kind].adapted for own in spec.mixers}
+    for ffn in FFNS.values():
+        names |= ffn.adapted
+    for group, of_group in names.items():
+        for name in of_group:
+            if name in tree.get(group, {}):
+                yield AdaptedMatrix(group, name, tree[group][name])
+
+
+def adapter_shapes(
+    tree: ParameterTree, config: ModelConfig, *, dtype: str, rank: int, num_slots: int | None = None
+) -> AdapterStacks:
+    """Return shapes and shardings of `num_slots` resident adapters, or without that dimension of a single one.
+
+    Inputs and outputs are cut over the devices as those of the matrix.
+    """
+    stacks: AdapterStacks = {}
+    slots = () if num_slots is None else (num_slots,)
+    for matrix in adapted_matrices(tree, config.spec):
+        num_layers = len(matrix.spec.layers)
+        pair = [
+            jax.ShapeDtypeStruct(
+                (num_layers, *slots, rank, size),
+                dtype,
+                sharding=config.plan.sharding((None,) * (2 + len(slots)) + (axis,)),
+            )
+            for size, axis in (matrix.inputs, matrix.outputs)
+        ]
+        stacks.setdefault(matrix.group, {})[matrix.name] = AdapterPair(*cast(list[jax.Array], pair))
+    return stacks
+
+
+def adapter_partitions(config: ModelConfig, *, is_single: bool = False) -> AdapterStacks:
+    """Return the tree of `adapter_shapes` with partitions in place of arrays; `is_single` for a single adapter."""
+    tree = parameter_specs(config.spec, dtype="float32", expert_dtype=config.experts.weight_dtype)
+    shapes = adapter_shapes(tree, config, dtype="float32", rank=1, num_slots=None if is_single else 1)
+    return cast(AdapterStacks, jax.tree.map(lambda shape: shape.sharding.spec, shapes))

@@ -1,0 +1,102 @@
+"""Adapters beside the weights: every matrix lands in the columns that a parameter holds, or the adapter is rejected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rayserve_moe.checkpoints.adapters.config import adapter_config_of
+from rayserve_moe.checkpoints.adapters.unmerged import held_adapter
+from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
+from rayserve_moe.config.adapters import AdapterSettings
+from rayserve_moe.model.adapters import adapted_matrices
+from rayserve_moe.model.family_table import rules_of, spec_from_config
+from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
+from tests.support.checkpoints.adapters import make_adapter, make_adapter_beside
+from tests.support.models.families import FAMILY_CASES, FamilyCase, config_of, write_family
+
+SETTINGS = AdapterSettings(num_slots=2, max_rank=6)
+SAMPLED = ("deepseek_v3", "bailing_moe_v2")
+"""Families with latents, and with queries, keys and values in a tensor."""
+FIRST = [
+    pytest.param(case, id=case.name, marks=() if case.family in SAMPLED else pytest.mark.slow)
+    for case in FAMILY_CASES
+    if case.variant == 0
+]
+
+
+def held(config, tensors, model, *, names=(), dtype="float32", tensor_size=1):
+    spec, rules = spec_from_config(model), rules_of(model, names)
+    specs = parameter_specs(spec, dtype=dtype, tensor_size=tensor_size)
+    tree = parameters_in_files(specs, rules, spec=spec)
+    matrices = list(adapted_matrices(specs, spec))
+    found = held_adapter(
+        adapter_config_of(config), tensors, matrices=matrices, tree=tree, rules=rules, settings=SETTINGS
+    )
+    return found, {(matrix.group, matrix.name): matrix for matrix in matrices}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_products_are_what_merging_adds_to_each_parameter(case: FamilyCase, tmp_path: Path):
+    """Also where devices hold copies of KV heads, and where parameters are parts of a tensor of the files."""
+    checkpoint = write_family(case, tmp_path / "model", seed=3)
+    files, made = open_checkpoint(checkpoint), make_adapter_beside(checkpoint, seed=5, rank=3)
+    pairs, matrices = held(made.config, made.tensors, files.config, names=files.tensors, tensor_size=4)
+    assert set(pairs) == set(matrices)
+    spec, rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
+    tree = parameters_in_files(parameter_specs(spec, dtype="float32", tensor_size=4), rules, spec=spec)
+    for (group, name), (a_LRI, b_LRO) in pairs.items():
+        form = tree[group][name]
+        for place, layer in enumerate(form.layers):
+            tensor = rules[form.role].format(layer=layer, expert=None)
+            delta = made.merged[tensor] - files.read(tensor).astype(np.float64)
+            columns = form.columns_in_file(0, form.filled_shape[form.column_dim])
+            np.testing.assert_allclose(b_LRO[place].T @ a_LRI[place], delta[columns], atol=1e-6, err_msg=name)
+        assert not a_LRI[:, 3:].any() and not b_LRO[:, 3:].any(), "ranks are padded by zeros"
+
+
+QWEN = config_of(next(case for case in FAMILY_CASES if case.family == "qwen3_moe"))
+MODULE = "base_model.model.model.layers.1."
+
+
+def one_pair(module: str, outputs: int, inputs: int, rank: int = 4):
+    random = np.random.default_rng(0)
+    return {
+        f"{MODULE}{module}.lora_A.weight": random.normal(size=(rank, inputs)).astype(np.float32),
+        f"{MODULE}{module}.lora_B.weight": random.normal(size=(outputs, rank)).astype(np.float32),
+    }
+
+
+def config(rank: int = 4, **fields):
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": 8, **fields}
+
+
+def test_matrices_are_rounded_once_with_the_scale_in_b():
+    outputs, inputs = QWEN["hidden_size"], QWEN["num_attention_heads"] * QWEN["head_dim"]
+    tensors = one_pair("self_attn.o_proj", outputs, inputs)
+    pairs, _ = held(config(use_rslora=True), tensors, QWEN, dtype="bfloat16")
+    ((key, (a_LRI, b_LRO)),) = pairs.items()
+    assert key[1] == "o_LHD" and a_LRI.dtype == b_LRO.dtype == ml_dtypes.bfloat16
+    a, b = tensors.values()
+    np.testing.assert_array_equal(a_LRI[1, :4], a.astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(b_LRO[1, :4], (b.T * np.float32(4.0)).astype(ml_dtypes.bfloat16))
+    assert not a_LRI[0].any() and not b_LRO[0].any(), "other layers have none"
+
+
+def test_a_rank_above_the_programs_is_rejected():
+    tensors = one_pair("self_attn.o_proj", QWEN["hidden_size"], QWEN["num_attention_heads"] * QWEN["head_dim"], 7)
+    with pytest.raises(CheckpointError, match=r"o_proj.* rank 7 exceeds max_lora_rank 6"):
+        held(config(7), tensors, QWEN)
+
+
+def test_a_router_or_experts_are_rejected_with_the_name_of_the_merged_load(tmp_path: Path):
+    router = one_pair("mlp.gate", spec_from_config(QWEN).router.num_experts, QWEN["hidden_size"])
+    with pytest.raises(CheckpointError, match=r"gate\.lora_A.*takes no adapter beside the weights.*merge: true"):
+        held(config(), router, QWEN)
+    case = next(case for case in FAMILY_CASES if case.family == "qwen3_moe")
+    made = make_adapter(write_family(case, tmp_path / "model", seed=3), "fused", others=False)
+    with pytest.raises(CheckpointError, match=r"experts.*takes no adapter beside the weights.*merge: true"):
+        held(made.config, made.tensors, QWEN)
