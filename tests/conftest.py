@@ -65,6 +65,11 @@ from tests.support.models.core import CORE_CONFIG, NATIVE_CORE_CONFIG
 from tests.support.models.families import FamilyCase
 from tests.support.session.hypothesis_examples import ALL, SAMPLED
 from tests.support.session.sampled_variants import mark_others_slow
+from tests.support.session.shared_programs import SharedPrograms
+from tests.support.session.step_shapes import compile_fewest_shapes
+
+SHARED_PROGRAMS = SharedPrograms()
+SHARED_PROGRAMS.start()
 
 hypothesis.settings.register_profile(
     "sampled", deadline=None, max_examples=SAMPLED, derandomize=bool(os.environ.get("CI"))
@@ -84,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--optimized",
         action="store_true",
-        help="compile every program as for users, not quickly; try properties on all examples",
+        help="compile every program as for users, not quickly, and every shape of steps; try properties on all examples",
     )
     parser.addoption(
         "--part",
@@ -98,6 +103,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--optimized"):
         os.environ["XLA_FLAGS"] = process_flags(is_quick=False)
         hypothesis.settings.load_profile("all")
+    else:
+        compile_fewest_shapes()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -149,6 +156,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture
+def programs_as_for_users() -> Iterator[None]:
+    """Programs of engines do not come out of jax's cache, so that all of them are kept."""
+    SHARED_PROGRAMS.stop()
+    yield
+    SHARED_PROGRAMS.start()
 
 
 @pytest.fixture(scope="session")

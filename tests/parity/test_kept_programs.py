@@ -31,6 +31,7 @@ def answers_one_by_one(engine: Engine, case: ParityCase) -> list[dict[str, Any]]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs_as_for_users")
 def test_loaded_programs_answer_as_fresh_ones(case: ParityCase, checkpoint: Path, tmp_path: Path) -> None:
     answers, found = [], []
     for _ in range(2):

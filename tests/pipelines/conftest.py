@@ -20,6 +20,7 @@ from tests.support.engine.workload import mixed_workload
 from tests.support.kernels.native_kernels import IdleReference
 from tests.support.models.core import NUM_PAGES, PAGE_SIZE
 from tests.support.routing.router_reference import RouterReference
+from tests.support.session.step_shapes import shapes_of_users
 
 SHOWN: dict[str, Any] = {
     "enable_return_hidden_states": True,
@@ -79,8 +80,9 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 
 @pytest.fixture(scope="session")
 def engine(engine_with: EngineStore) -> Engine:
-    """One device, two decode buckets, two prefill buckets: its bits are what all is held to."""
-    return engine_with.pinned(max_step_tokens=256, precompile_bs_paddings=[1, 16], structured_output=True)
+    """One device, two decode buckets, several prefill buckets: its bits are what all is held to."""
+    with shapes_of_users():
+        return engine_with.pinned(max_step_tokens=256, precompile_bs_paddings=[1, 16], structured_output=True)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from tests.support.engine.host_runners import new_runner
 from tests.support.engine.workload import draw_prompt
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.core import NATIVE_CORE_CONFIG
+from tests.support.session.step_shapes import shapes_of_users
 
 ASKED = {"return_logprob": True, "return_routed_experts": True, "max_new_tokens": 12, "ignore_eos": True}
 NUM_PROMPTS = 5
@@ -37,7 +38,7 @@ def started(checkpoint: Path, **settings: Any) -> Iterator[Engine]:
     native = {"cpu_kernels": "native", "enable_return_routed_experts": True, "num_pages": 64}
     sizes = {"max_running_requests": 16, "precompile_bs_paddings": [1, 4, 8, 16], "max_step_tokens": 64}
     kept = {"compile_cache": str(checkpoint.parent / "programs")}
-    with Engine(str(checkpoint), max_model_len=512, **sizes, **native, **kept, **settings) as engine:
+    with shapes_of_users(), Engine(str(checkpoint), max_model_len=512, **sizes, **native, **kept, **settings) as engine:
         yield engine
 
 

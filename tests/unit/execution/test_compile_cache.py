@@ -30,6 +30,7 @@ from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import Chunks, StartReport, StepPlan, StepResult
 
+pytestmark = pytest.mark.usefixtures("programs_as_for_users")
 DIRECTORY = "executables/0-of-1"
 
 

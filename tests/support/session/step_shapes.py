@@ -1,0 +1,24 @@
+"""How many step shapes engines of tests compile: the fewest that hold every step, or those of users."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+from rayserve_moe.execution.programs.buckets import CPUS
+
+OF_USERS = dict(CPUS)
+
+
+def compile_fewest_shapes() -> None:
+    """Have this process compile one shape of each kind, where the settings list no sizes: none saves its compilation."""
+    CPUS.update({name: replace(device, compile_s=float("inf")) for name, device in OF_USERS.items()})
+
+
+@contextmanager
+def shapes_of_users() -> Generator[None]:
+    """Compile all shapes that users get inside the context."""
+    with patch.dict(CPUS, OF_USERS):
+        yield
