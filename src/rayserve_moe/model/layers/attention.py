@@ -325,7 +325,7 @@ def begin(
     weights, step, layer, config = inputs
     rotation = step.prepared[own.kind].rotation
     choice = begin_choice(own, weights, stream, rotation=rotation, layer=layer, config=config)
-    if choice.candidate is None or inputs.adapters is not None:
+    if choice.candidate is None or step.adapters is not None:
         return None
     attention, stacked = attention_config(own, config.spec, config.plan), StackedWeights(weights, layer)
     with jax.named_scope("attention/projections"):
