@@ -8,8 +8,9 @@ import pytest
 
 from rayserve_moe.execution.programs.compiled import lowered, optimized
 from rayserve_moe.execution.programs.specs import programs_of
+from rayserve_moe.kernels import packed_blocks
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.tpu import chosen_blocks, paged_attention
+from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.hlo_report import kernels_of
@@ -78,7 +79,7 @@ def test_chosen_blocks_are_attended_in_one_kernel(chip: str, num_queries: int):
     shape, sizes = jax.ShapeDtypeStruct, (TOKENS, num_queries)
 
     def attend(queries, pool, table, positions, chosen):
-        run = chosen_blocks.attend_chosen_blocks if num_queries == 1 else paged_attention.attend
+        run = packed_blocks.attend_single_tokens if num_queries == 1 else paged_attention.attend
         places = BlockPlaces(table, positions, chosen_BQK=chosen)
         return run(queries, pool, places, config=ScoreConfig(scale=0.1), block_size=128)
 
