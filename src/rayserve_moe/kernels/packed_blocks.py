@@ -20,6 +20,7 @@ from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig, attend
 from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.kernels.tpu.packed_rows import LANES, heads_of_a_set, layout_of
+from rayserve_moe.kernels.tpu.paged_attention import unsupported_pages
 
 
 def attend_single_tokens(
@@ -95,7 +96,7 @@ def unsupported_by_kernel(pool: PoolFormat, *, head_dim: int, value_dim: int, bl
         return f"blocks of {block_size} in pages of {pool.page_size}, not of {LANES} in pages that divide it"
     if heads_of_a_set(head_dim, value_dim) > 1:
         return f"heads of {head_dim} elements share registers, and a choice serves one"
-    return paged_attention.unsupported_pages(pool)
+    return unsupported_pages(pool)
 
 
 def unsupported_blocks(pool: PoolFormat, *, head_dim: int, value_dim: int, block_size: int) -> str:
@@ -103,4 +104,4 @@ def unsupported_blocks(pool: PoolFormat, *, head_dim: int, value_dim: int, block
     del head_dim, value_dim, block_size
     if pool.is_8_bit:
         return "kv_cache_dtype fp8 does not store the keys of an index"
-    return paged_attention.unsupported_pages(pool)
+    return unsupported_pages(pool)
