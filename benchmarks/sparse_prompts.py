@@ -119,7 +119,6 @@ def compile_here(case: PromptCase, folder: Path) -> dict[str, Any]:
         "case": asdict(case),
         "num_layers": num_layers,
         "heads": heads,
-        "masked_until": until,
         "memory": used,
         "contexts": found,
     }

@@ -33,7 +33,7 @@ index. Contexts of up to `index_topk` tokens have the bits of dense attention.
 On TPUs, tokens that see at most `index_topk` tokens are attended by the paged kernel of dense attention. Beyond, a
 kernel scores the keys and chooses, for prompts and single tokens alike; devices of the tensor axis share the tokens. A
 kernel attends single tokens to copies of the chosen rows. Tokens of prompts share the pages that they read, under a
-mask in the paged kernel, up to a context from which copies cost less: 36k tokens with 32 heads on a v5p device, 287k
+mask in the paged kernel, up to a context from which copies cost less: 60k tokens with 32 heads on a v5p device, 478k
 with 16 heads on v6e.
 
 In MiniMax-M3 (`block_gqa`), an index chooses the `sparse_topk_blocks` blocks of `sparse_block_size` keys that each

@@ -8,8 +8,9 @@ import pytest
 
 from rayserve_moe.execution.programs.compiled import lowered, optimized
 from rayserve_moe.execution.programs.specs import programs_of
+from rayserve_moe.kernels import packed_blocks
 from rayserve_moe.kernels.reference.attention import BlockPlaces, ScoreConfig
-from rayserve_moe.kernels.tpu import chosen_blocks, paged_attention
+from rayserve_moe.kernels.tpu import paged_attention
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.hlo_report import kernels_of
@@ -78,7 +79,7 @@ def test_chosen_blocks_are_attended_in_one_kernel(chip: str, num_queries: int):
     shape, sizes = jax.ShapeDtypeStruct, (TOKENS, num_queries)
 
     def attend(queries, pool, table, positions, chosen):
-        run = chosen_blocks.attend_chosen_blocks if num_queries == 1 else paged_attention.attend
+        run = packed_blocks.attend_single_tokens if num_queries == 1 else paged_attention.attend
         places = BlockPlaces(table, positions, chosen_BQK=chosen)
         return run(queries, pool, places, config=ScoreConfig(scale=0.1), block_size=128)
 
@@ -89,18 +90,25 @@ def test_chosen_blocks_are_attended_in_one_kernel(chip: str, num_queries: int):
     assert compiled.memory_analysis().temp_size_in_bytes <= 16 << 20
 
 
+STEPS = {
+    "deepseek-v3.2": ({INDEX, ATTENTION, PROMPTS}, ("index_scores", "paged_attention")),
+    "minimax-m3": ({PROMPTS}, ("paged_attention",)),
+}
+"""Kernels of a step by model, and the scopes in which XLA runs no loop. XLA chooses the blocks of MiniMax-M3."""
+
+
 @pytest.mark.slow
-def test_a_step_masks_no_prompt_by_xla():
-    """Beyond a choice the steps of a layer with prompts run the kernels of index and attention, and no loop of XLA."""
+@pytest.mark.parametrize("model", STEPS)
+def test_a_step_masks_no_prompt_by_xla(model: str):
+    """Pages reach beyond a choice, and the layers with an index are among those compiled."""
     values = {"max_model_len": 8192, "max_running_requests": 2, "max_step_tokens": 128, "expert_dtype": "int8"}
-    served = lay_out(case_of_model("deepseek-v3.2", "v6e:2x4", tp=8, num_layers=4, values=values))
+    served = lay_out(case_of_model(model, "v6e:2x4", tp=8, num_layers=4, values=values))
     (program,) = (each for each in programs_of(served, num_pages=256) if each.name == "prefill_128")
-    plan = served.config.plan
+    plan, (kernels, scopes) = served.config.plan, STEPS[model]
     text = read_program(optimized(lowered(program, plan), plan, kernels=served.config.kernels).as_text())
-    kernels = kernels_of(text)
-    assert kernels[INDEX] and kernels[PROMPTS] and kernels[ATTENTION]
+    assert kernels <= kernels_of(text).keys()
     loops = [one for part in text.computations.values() for one in part if one.opcode in ("while", "conditional")]
-    assert not [one.op_name for one in loops if "paged_attention" in one.op_name or "index" in one.op_name]
+    assert not [one.op_name for one in loops if any(f"/{scope}" in one.op_name for scope in scopes)]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from rayserve_moe.kernels import kv_pool
+from rayserve_moe.kernels import kv_pool, packed_blocks
 from rayserve_moe.kernels.attention_heads import project_packed_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.block_index import choose_layer_blocks
@@ -35,7 +35,6 @@ from rayserve_moe.kernels.operations import (
     RecurrenceKernels,
     SamplingKernels,
 )
-from rayserve_moe.kernels.packed_blocks import attend_chosen_blocks, unsupported_blocks
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference import block_index, expert_products, layers, token_index
 from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels
@@ -43,7 +42,6 @@ from rayserve_moe.kernels.token_index import choose_layer_tokens
 from rayserve_moe.kernels.tpu import (
     add_norm,
     chosen_attention,
-    chosen_blocks,
     delta_rule,
     device_rows,
     device_sums,
@@ -285,7 +283,7 @@ def _sparse_blocks(*, decode: Callable[..., jax.Array], prefill: Callable[..., j
 def sparse_blocks(*, interpret: Any = False) -> AttentionKernels:
     """Return block-sparse attention of TPUs by the paged kernel; `interpret` as in `sparse_latents`."""
     return _sparse_blocks(
-        decode=partial(chosen_blocks.attend_chosen_blocks, interpret=interpret),
+        decode=partial(packed_blocks.attend_single_tokens, interpret=interpret),
         prefill=partial(paged_attention.attend, interpret=interpret),
     )
 
@@ -300,11 +298,11 @@ BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
         Candidate("cpu_native", replace(CPU_NATIVE.attention, choose_blocks=index_call.choose_layer_blocks)),
     ),
     "tpu": (
-        Candidate("paged", sparse_blocks(), chosen_blocks.unsupported_reason),
+        Candidate("paged", sparse_blocks(), packed_blocks.unsupported_by_kernel),
         Candidate(
             "paged to index_topk_blocks blocks, then xla",
-            _sparse_blocks(decode=attend_chosen_blocks, prefill=attend_chosen_blocks),
-            unsupported_blocks,
+            _sparse_blocks(decode=packed_blocks.attend_chosen_blocks, prefill=packed_blocks.attend_chosen_blocks),
+            packed_blocks.unsupported_blocks,
         ),
     ),
 }

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from rayserve_moe.kernels import packed_blocks
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference import attention as attention_reference
@@ -26,7 +27,6 @@ from rayserve_moe.kernels.table import SPARSE_ATTENTION, sparse_latents
 from rayserve_moe.kernels.token_index import IndexConfig
 from rayserve_moe.kernels.tpu import (
     chosen_attention,
-    chosen_blocks,
     paged_attention,
     paged_choice,
     paged_sizes,
@@ -258,7 +258,7 @@ def block_outcome(case: BlockCase) -> Outcome:
     pool, knobs = jnp.asarray(pages.pool), {"config": SCORES, "block_size": width}
     of_reference = pool.reshape(*pool.shape[:2], num_kv_heads, 2 * width)
     expected = np.asarray(attention_reference.attend(queries, of_reference, places, **knobs))
-    attend = chosen_blocks.attend_chosen_blocks if case.num_queries == 1 else paged_attention.attend
+    attend = packed_blocks.attend_single_tokens if case.num_queries == 1 else paged_attention.attend
     found = np.asarray(attend(queries, pool, places, **knobs, interpret=INTERPRETED))
     every = places._replace(chosen_BQK=None)
     dense = np.asarray(paged_attention.attend(queries, pool, every, config=SCORES, interpret=INTERPRETED))

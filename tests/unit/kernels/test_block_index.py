@@ -16,12 +16,11 @@ from rayserve_moe.kernels.attention_config import PoolFormat
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.layout import LAYOUTS
 from rayserve_moe.kernels.kv_pool import kv_rows
-from rayserve_moe.kernels.packed_blocks import unpacked_kv, unsupported_blocks
+from rayserve_moe.kernels.packed_blocks import unpacked_kv, unsupported_blocks, unsupported_by_kernel
 from rayserve_moe.kernels.reference.attention import BlockPlaces
 from rayserve_moe.kernels.reference.block_index import BlockChoice, choose_blocks
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import BLOCK_ATTENTION, KERNELS
-from rayserve_moe.kernels.tpu.chosen_blocks import unsupported_reason
 from rayserve_moe.kernels.tpu.packed_rows import latent_lanes, packed_kv, packed_width
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.layers.attention import BLOCKS, BlockIndex, GroupedAttention, attention_config
@@ -255,9 +254,9 @@ def test_pools_that_tpus_do_not_take_are_named(pool: PoolFormat, reason: str):
 )
 def test_blocks_that_the_kernel_does_not_take_are_left_to_xla(page_size, head_dim, block_size, reason):
     sizes = {"head_dim": head_dim, "value_dim": head_dim, "block_size": block_size}
-    found = unsupported_reason(PoolFormat(page_size), **sizes)
+    found = unsupported_by_kernel(PoolFormat(page_size), **sizes)
     assert reason in found and bool(reason) == bool(found)
-    assert "fp8" in unsupported_reason(PoolFormat(page_size, is_8_bit=True), **sizes)
+    assert "fp8" in unsupported_by_kernel(PoolFormat(page_size, is_8_bit=True), **sizes)
 
 
 @pytest.mark.parametrize("name", INDEXES)

@@ -43,14 +43,14 @@ class Chip:
 
 @pytest.mark.parametrize(
     ("chip", "heads", "context"),
-    [(Chip(1.3825e12, 229.5e12), 32, 35_000), (Chip(819e9, 197e12), 16, 102_000), (Chip(8e12, 918e12), 16, 286_000)],
+    [(Chip(1.3825e12, 229.5e12), 32, 59_000), (Chip(819e9, 197e12), 16, 170_000), (Chip(8e12, 918e12), 16, 478_000)],
 )
 def test_a_mask_is_left_where_copies_cost_less(monkeypatch, chip: Chip, heads: int, context: int):
     """v5p, v5e, and a chip whose memory is faster than a core requests copies."""
     monkeypatch.setattr(pltpu, "get_tpu_info", lambda: chip)
     found = masked_tokens(heads, 640, 512, top_k=2048)
     assert context < found < 1.03 * context
-    assert masked_tokens(2 * heads, 640, 512, top_k=2048) == found // 2
+    assert abs(masked_tokens(2 * heads, 640, 512, top_k=2048) - found // 2) <= 1
     assert masked_tokens(heads, 640, 512, top_k=2048, interpret=True) > 1 << 30
 
 

@@ -30,8 +30,9 @@ from rayserve_moe.kernels.tpu.paged_tiles import Sums, Tile, accumulate, begin_s
 GROUP_ROWS, BLOCK_ROWS = 8, 512
 """Rows that are copied for a chosen token; rows of a block."""
 BLOCK_TOKENS = BLOCK_ROWS // GROUP_ROWS
-REQUEST_S, MATRIX_SHARE = 7.5e-9, 0.75
-"""Seconds of a core to request a copy, 13 bundles; share of the matrix peak that attention under a mask reaches."""
+REQUEST_S, COPY_SHARE, MATRIX_SHARE = 7.5e-9, 0.6, 0.75
+"""Seconds of a core to request a copy, 13 bundles. Shares that calibrated estimates reach: of the rate of such copies,
+and of the matrix peak by attention under a mask."""
 
 
 def attend_all_or_chosen(
@@ -111,7 +112,7 @@ def masked_tokens(num_heads: int, row_lanes: int, value_lanes: int, *, top_k: in
     if interpret:
         return np.iinfo(np.int32).max
     chip = pltpu.get_tpu_info()
-    copies_s = top_k * max(GROUP_ROWS * 2 * row_lanes / chip.mem_bw_bytes_per_second, REQUEST_S)
+    copies_s = top_k * max(GROUP_ROWS * 2 * row_lanes / chip.mem_bw_bytes_per_second, REQUEST_S) / COPY_SHARE
     return int(copies_s * MATRIX_SHARE * chip.bf16_ops_per_second / (2 * num_heads * (row_lanes + value_lanes)))
 
 

@@ -10,9 +10,8 @@ By libtpu's schedules, in bundles of a core for a query, with S tokens of contex
     v5p, H 32   0.53 S, and 308 to mark 2,048 tokens; copying the chosen rows (`chosen_attention`) takes 30k
     v6e, H 16   0.12 S, and 280 to mark 2,048 tokens; copying the chosen rows takes 26k
 
-The matrix units bound a block of keys, so its time on v5p is longer than its bundles. `chosen_attention.attend_prompts`
-compares products at the chip's peak with bytes: the mask costs less up to 36k tokens on v5p with 32 heads, and up to
-287k on v6e with 16. Tiles that see all tokens skip the marks, as in dense attention.
+`chosen_attention.attend_prompts` compares products with copies by the figures of the chip: the mask costs less up to
+60k tokens on v5p with 32 heads, and up to 478k on v6e with 16. Tiles that see all tokens skip the marks.
 """
 
 # B query blocks   Q queries per block   C sets of heads   q queries of a tile   K chosen tokens or blocks
