@@ -14,6 +14,7 @@ import pytest
 from rayserve_moe import Engine, extract_indexer_topk_from_meta_info, extract_routed_experts_from_meta_info
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.requests.records import RequestError
+from rayserve_moe.scheduling import rank_step
 from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, StepPlan, StepResult
 from tests.support.engine.shared_settings import INDEXED
 from tests.support.models.families import FAMILY_CASES, write_family
@@ -152,36 +153,46 @@ def test_four_devices_choose_and_replay_as_one(engine: Engine, answers: list[dic
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_more_choices_than_a_step_can_force_are_spread_over_steps(checkpoint: Path):
-    """Two prompts at once, whose tokens would fit into a step."""
+@pytest.mark.slow
+def test_a_step_takes_its_most_forced_choices(checkpoint: Path):
+    with Engine(str(checkpoint), **INDEXED | {"max_step_tokens": 512}) as engine:
+        assert_spread(engine, MAX_FORCED_CHOICES)
+
+
+def test_more_choices_than_a_step_can_force_are_spread_over_steps(engine: Engine):
+    with patch.object(rank_step, "MAX_FORCED_CHOICES", 20):
+        assert_spread(engine, 20)
+
+
+def assert_spread(engine: Engine, limit: int) -> None:
+    """Assert that two prompts are forced at once, whose tokens would fit into a step or into fewer steps."""
     prompts = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (300, 170)]
     planned: list[int] = []
-    with Engine(str(checkpoint), **INDEXED | {"max_step_tokens": 512}) as engine:
-        free = engine.generate(
-            input_ids=prompts, sampling_params=REPLAYED, return_routed_experts=True, return_indexer_topk=True
+    free = engine.generate(
+        input_ids=prompts, sampling_params=REPLAYED, return_routed_experts=True, return_indexer_topk=True
+    )
+    chosen = [extract_indexer_topk_from_meta_info(answer) for answer in free]
+    for rows, prompt in zip(chosen, prompts, strict=True):
+        rows[:] = -1
+        rows[:, :, 0] = np.arange(len(prompt))[:, None]
+    execute = engine.runner.execute
+
+    def recording(plan: StepPlan) -> StepResult | None:
+        forced = plan.block_work.forced_index
+        planned.append(0 if forced is None else int(np.count_nonzero(forced.lengths)))
+        return execute(plan)
+
+    with patch.object(engine.runner, "execute", recording):
+        found = engine.generate(
+            input_ids=prompts,
+            sampling_params=REPLAYED,
+            forced_routed_experts=[answer["meta_info"]["routed_experts"] for answer in free],
+            forced_indexer_topk=chosen,
+            return_indexer_topk=True,
         )
-        chosen = [extract_indexer_topk_from_meta_info(answer) for answer in free]
-        for rows, prompt in zip(chosen, prompts, strict=True):
-            rows[:] = -1
-            rows[:, :, 0] = np.arange(len(prompt))[:, None]
-        execute = engine.runner.execute
-
-        def recording(plan: StepPlan) -> StepResult | None:
-            forced = plan.block_work.forced_index
-            planned.append(0 if forced is None else int(np.count_nonzero(forced.lengths)))
-            return execute(plan)
-
-        with patch.object(engine.runner, "execute", recording):
-            found = engine.generate(
-                input_ids=prompts,
-                sampling_params=REPLAYED,
-                forced_routed_experts=[answer["meta_info"]["routed_experts"] for answer in free],
-                forced_indexer_topk=chosen,
-                return_indexer_topk=True,
-            )
     for answer, rows in zip(found, chosen, strict=True):
         np.testing.assert_array_equal(extract_indexer_topk_from_meta_info(answer), rows)
-    assert sum(planned) == 470 and max(planned) == MAX_FORCED_CHOICES
+    assert sum(planned) == 470 and max(planned) == limit
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ class IndexCase:
     num_cores: int = 1
     weights: tuple[int, int] = (-2, 3)
     """Least weight of a head, and the end of weights."""
+    num_nan: int = 0
+    """Keys of each block that queries see although they are NaN."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ CASES: dict[str, Case] = {
     "index of many tokens, of 16 heads, in bfloat16": IndexCase(
         ((383, 1), (299, 1), (301, 1), (0, 0)), 1, 300, num_heads=16, width=128, dtype="bfloat16"
     ),
+    "index of keys that are NaN, fewer than are chosen": replace(SINGLES, num_nan=9),
+    "index of more such keys": replace(SINGLES, num_nan=60),
     "index of no positive score": replace(SINGLES, blocks=((300, 1), (383, 1), (150, 1)), weights=(-2, 0)),
     "few tokens of many": FEW,
     "all or few, on two cores, in bfloat16": AttentionCase(
@@ -168,6 +172,9 @@ def index_outcome(case: IndexCase) -> Outcome:
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     generator = np.random.default_rng(7)
     pages = Pages(partial(generator.integers, -1, 2), [sum(block) for block in case.blocks], case.width)
+    for table, (first, count) in zip(pages.table, case.blocks, strict=True):
+        places = np.random.default_rng(first).permutation(first + count)[: case.num_nan]
+        pages.pool[table[places // PAGE], places % PAGE] = np.nan
     shape = (len(case.blocks), case.num_queries, case.num_heads)
     queries = jnp.asarray(generator.integers(-1, 2, (*shape, case.width)), case.dtype)
     weights = jnp.asarray(generator.integers(*case.weights, shape), jnp.float32)
