@@ -161,7 +161,7 @@ class EplbSteps(StepExtension):
         progress = self.migration.progress
         version, begun = progress.version + len(self._wanted), 0 if self._wanted else progress.num_layers_done
         return (
-            f"experts are still moving to placement {version}, {begun} layers are done: they move with steps that "
+            f"experts are still moving to placement {version} (layers done: {begun}): they move with steps that "
             "compute requests; send the next placement afterwards"
         )
 
