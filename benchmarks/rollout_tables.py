@@ -67,6 +67,31 @@ def audit(measured: Mapping[str, Any]) -> str:
     )
 
 
+TEACHER_TITLES = {
+    "scores": "log-probs of the tokens",
+    "top": "and the 8 likeliest tokens",
+    "states": "and states of two layers",
+    "rows": "and routing rows",
+    "all": "all of them",
+}
+
+
+def teacher(measured: Mapping[str, Any]) -> str:
+    """Tokens per second of a teacher's pass, with the bytes of its answer."""
+    plain = measured["seconds"]["scores"]
+    rows = [
+        [
+            title,
+            f"{measured['tokens'] / spread(measured['seconds'][side]).median:,.0f}",
+            paired_ratio(measured["seconds"][side], plain),
+            f"{measured['bytes'][side] / measured['tokens']:,.0f}",
+        ]
+        for side, title in TEACHER_TITLES.items()
+    ]
+    title = f"{measured['tokens']:,} tokens, `{measured['size']}`, {measured['width']} wide"
+    return markdown_table([title, "tokens/s", "time / log-probs alone", "bytes/token"], rows)
+
+
 def rollout_job(measured: Mapping[str, Any]) -> str:
     """Output tokens per second of the same samples, and each side's share of the engine's."""
     runs, num_tokens = measured["runs"], measured["output_tokens"]

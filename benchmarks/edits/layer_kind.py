@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import read_wide, write_rows
 from rayserve_moe.kernels.operations import Kernels
-from rayserve_moe.model.layers.kinds import Mixer
-from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.layers.kinds import LayerInputs, Mixer
+from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.state.kinds import ArraySpec, StateKind

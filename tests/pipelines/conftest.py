@@ -25,6 +25,7 @@ from tests.support.session.step_shapes import shapes_of_users
 SHOWN: dict[str, Any] = {
     "enable_return_hidden_states": True,
     "enable_audit": True,
+    "hidden_state_layers": [0, 2, 3],
     "logit_processors": "examples.logit_processors",
 }
 ON_TWO_RANKS = Way(step_tokens=64, chunk_tokens=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from rayserve_moe import Engine
+from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.replay.sketches import sketches_of
+from rayserve_moe.requests.columns import Columns, as_array
 from rayserve_moe.requests.records import GenerationRequest, ListedInPrompt, RequestError
 from tests.pipelines.conftest import ON_TWO_RANKS, EngineStore, ReferenceFactory
 from tests.support.engine.outputs import LOGPROB_TOLERANCE, STATE_TOLERANCE, Outcomes, assert_all_same
@@ -41,7 +46,8 @@ def asking() -> list[GenerationRequest]:
         if len(rows) and i != 5:
             request = replace(request, listed_in_prompt=ListedInPrompt(i, rows))
         request = replace(request, return_hidden_states=("last", "all", "all", "all", "", "last")[i])
-        requests.append(replace(request, is_audited=i in (0, 3, 4)))
+        request = replace(request, is_audited=i in (0, 3, 4))
+        requests.append(replace(request, return_layer_states=i in (2, 3, 4), layer_states_start=5 * (i == 3)))
     return requests
 
 
@@ -74,10 +80,23 @@ def test_they_are_those_of_the_reference(shown: Engine, alone: Outcomes, referen
                 rows = reference.all_logprobs(text)[listed.start : listed.start + len(listed.ids)]
                 expected = np.where(listed.ids < 0, 0, np.take_along_axis(rows, np.maximum(listed.ids, 0), axis=1))
                 np.testing.assert_allclose(found["listed_logprobs"], expected, rtol=0, atol=LOGPROB_TOLERANCE)
+            if request.return_layer_states:
+                check_layer_states(shown, request, found)
             if request.is_audited:
                 prompt = request.prompt_ids.tolist()
                 np.testing.assert_array_equal(found["native_experts"], reference.rows(prompt)[0])
                 assert (found["expert_ranks"] == shown.card.routing.top_k).all()
+
+
+def check_layer_states(engine: Engine, request: GenerationRequest, found: Columns) -> None:
+    """The first is the embedding of each token, and sketches are those of the states."""
+    states, start, tokens = as_array(found["layer_states"]), request.layer_states_start, request.prompt_ids
+    table = load_file(Path(engine.card.path) / "model.safetensors")["model.embed_tokens.weight"]
+    assert states.shape == (len(tokens) - start, 3, table.shape[1])
+    np.testing.assert_allclose(states[:, 0], table[tokens[start:]], rtol=0, atol=STATE_TOLERANCE)
+    if request.is_audited:
+        sketches = as_array(found["sketches"])[start:, [0, 2, 3]]
+        np.testing.assert_allclose(sketches_of(states), sketches, rtol=0, atol=STATE_TOLERANCE)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
@@ -92,12 +111,13 @@ def test_they_do_not_depend_on_data_ranks(two_ranks: Engine, alone: Outcomes):
 def test_what_is_looked_at_is_computed_although_it_is_cached(shown: Engine, alone: Outcomes):
     cycle = cycle_for(shown.runner, shown.card, ALONE)
     for request in asking():
-        plain = replace(request, request_id="plain", return_hidden_states="", listed_in_prompt=None, is_audited=False)
+        plain = replace(request, request_id="plain", return_hidden_states="", listed_in_prompt=None)
+        plain = replace(plain, is_audited=False, return_layer_states=False)
         run_on(cycle, shown.card, [plain])
         outcomes = run_on(cycle, shown.card, [request])
         assert_all_same(outcomes, {key: alone[key] for key in outcomes})
-        if request.return_hidden_states == "all" or request.is_audited:
-            assert outcomes[request.request_id, 0].num_cached == 0
+        if request.return_hidden_states == "all" or request.is_audited or request.return_layer_states:
+            assert outcomes[request.request_id, 0].num_cached <= request.layer_states_start
     cycle.scheduler.flush()
 
 
@@ -106,6 +126,32 @@ def answer_of(engine: Engine, **fields: Any) -> dict[str, Any]:
     answer = engine.generate(**(asked | fields))
     assert isinstance(answer, dict)
     return answer
+
+
+def test_a_teacher_s_pass_has_likeliest_tokens_states_and_rows(shown: Engine):
+    """All of one prompt that is scored once, under its rows as under those of the router."""
+    asked = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    asked |= {"top_logprobs_num": 5, "return_layer_states": True, "layer_states_start_len": 4}
+    meta = answer_of(shown, return_routed_experts=True, **asked)["meta_info"]
+    states = meta["layer_states"]
+    values = np.frombuffer(base64.b64decode(states["data"]), "<f4").reshape(states["shape"])
+    assert (values.shape[:2], states["start"], states["layers"]) == ((16, 3), 4, [0, 2, 3])
+    assert [len(top) for top in meta["input_top_logprobs"][1:]] == [5] * 19
+    again = answer_of(shown, forced_routed_experts=meta["routed_experts"], **asked)["meta_info"]
+    assert again["layer_states"]["shape"] == states["shape"]
+    forced = np.frombuffer(base64.b64decode(again["layer_states"]["data"]), "<f4").reshape(states["shape"])
+    np.testing.assert_allclose(forced, values, rtol=0, atol=STATE_TOLERANCE)
+
+
+def test_states_of_layers_that_cannot_be_returned_are_refused(shown: Engine, engine: Engine):
+    with pytest.raises(RequestError, match="hidden_state_layers"):
+        answer_of(engine, return_layer_states=True)
+    with pytest.raises(RequestError) as refused:
+        answer_of(shown, return_layer_states=True, layer_states_start_len=20)
+    assert refused.value.param == "layer_states_start_len"
+    for layers in ([4], [1, 1]):
+        with pytest.raises(SettingsError, match="hidden_state_layers"):
+            Engine(str(shown.card.path), hidden_state_layers=layers)
 
 
 def test_listed_log_probs_of_prompts_are_those_of_prompt_scores(shown: Engine):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import pybase64
 
 from rayserve_moe.replay.encoding import (
     encode_index,
@@ -59,6 +60,7 @@ def native_answer(  # noqa: PLR0913 (what differs from call to call is by keywor
     meta_info |= _native_columns(request, result, arrays)
     if (states := hidden_states(request, result)) is not None:
         meta_info["hidden_states"] = states
+    meta_info |= _layer_states(result, card)
     if return_logprob:
         meta_info |= _native_logprobs(request, result, token_text or _no_text)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
@@ -229,6 +231,16 @@ def hidden_states(request: GenerationRequest, result: ChoiceResult) -> list | No
     if request.return_hidden_states == "last":
         return states[num_prompt + num_read - 1].tolist()
     return [states[:num_prompt].tolist(), *states[num_prompt : num_prompt + num_read].tolist()]
+
+
+def _layer_states(result: ChoiceResult, card: ModelCard) -> dict:
+    """Return the requested states of layers as base64 of little-endian float32 [tokens, layers, D]."""
+    start, states = prompt_column(result, "layer_states")
+    if not len(states):
+        return {}
+    data = pybase64.b64encode(states.astype("<f4").tobytes()).decode()
+    facts = {"shape": list(states.shape), "dtype": "float32", "start": start, "layers": list(card.state_layers)}
+    return {"layer_states": {"data": data, **facts}}
 
 
 def prompt_logprobs_of(

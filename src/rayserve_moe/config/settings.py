@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from rayserve_moe.config.replay_settings import ReplaySettings
 from rayserve_moe.config.setting_fields import DAY_S
 from rayserve_moe.config.setting_fields import choice as _choice
 from rayserve_moe.config.setting_fields import named as _named
@@ -190,30 +191,6 @@ class CacheSettings:
     state_interval: int = _number(0, (0, 1 << 24))
     """For models with recurrent layers: prompt tokens between cached states, a multiple of 64. 0 caches the states at a
     prompt's end, at its first difference from other prompts, and at the end of a request."""
-
-
-@dataclass(frozen=True)
-class ReplaySettings:
-    """Routed experts and hidden states in answers."""
-
-    enabled: bool = _named(False, "enable_return_routed_experts")
-    """Compile routing capture into the steps and accept `return_routed_experts` on requests."""
-    by_default: str = _choice("off", "nested", key="routed_experts_by_default")
-    """Routing that `/v1/completions` and `/v1/chat/completions` return by default: `nested` is the lists of vLLM's
-    server flag, `off` none."""
-    shows_gates: bool = _named(False, "enable_return_router_gates")
-    """Compile the capture of router gates, the weights of the chosen experts, into the steps and accept
-    `return_router_gates`. Host memory holds 4 bytes for each beside its expert's id, for every slot of the KV cache."""
-    shows_index: bool = _named(False, "enable_return_indexer_topk")
-    """Compile the capture of index rows of sparse attention into the steps and accept `return_indexer_topk`."""
-    index_store_mib: int = _number(4096, (1, 1 << 22))
-    """Maximum MiB of host memory for packed index rows; rows dropped beyond it are reported missing."""
-    shows_hidden: bool = _named(False, "enable_return_hidden_states")
-    """Return hidden states from decode steps too: for `return_hidden_states` and `/v1/embeddings`. A token probe
-    program is compiled for each step size."""
-    audits: bool = _named(False, "enable_audit")
-    """Accept `/audit`: steps with prompts also compute the routers' own choices beside forced ones, and sketches of
-    the residual stream."""
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ def check_request(request: GenerationRequest, card: ModelCard, *, max_tokens: in
         (sampling.processor_arguments, _check_processors),
         (request.forced_routing is not None, _check_forced_routing),
         (request.is_audited, _check_audited),
+        (request.return_layer_states, _check_layer_states),
     ):
         if is_requested:
             check(request, card)
@@ -221,6 +222,21 @@ def _check_probe(request: GenerationRequest, card: ModelCard) -> None:
         raise RequestError(f"positions must lie in [0, {num_scored}): the last prompt token has no next token", name)
     if ids.shape[1] > MAX_LISTED_IDS or (ids.size and not -1 <= ids.min() <= ids.max() < size):
         raise RequestError(f"a position lists at most {MAX_LISTED_IDS} token ids in [0, {size})", name)
+
+
+def _check_layer_states(request: GenerationRequest, card: ModelCard) -> None:
+    num_layers, name = len(card.state_layers), "return_layer_states"
+    if not num_layers:
+        raise RequestError("no layer's states leave the devices: start the server with hidden_state_layers", name)
+    num_tokens = len(request.prompt_ids) - request.layer_states_start
+    if num_tokens <= 0:
+        raise RequestError("must lie in the prompt", "layer_states_start_len")
+    if num_tokens * num_layers * card.state_size > MAX_HIDDEN_NUMBERS:
+        raise RequestError(
+            f"states of {num_layers} layers at {num_tokens} tokens are more than {MAX_HIDDEN_NUMBERS} numbers: request "
+            "fewer tokens, or show fewer layers",
+            name,
+        )
 
 
 def _check_audited(request: GenerationRequest, card: ModelCard) -> None:

@@ -10,7 +10,8 @@ from rayserve_moe.checkpoints.model_path import located, model_name, with_small_
 from rayserve_moe.checkpoints.names import verify
 from rayserve_moe.config.derive import max_model_len
 from rayserve_moe.config.load import default_cache_directory
-from rayserve_moe.config.settings import ExpertSettings, ModelSettings, ReplaySettings, Settings, SettingsError
+from rayserve_moe.config.replay_settings import ReplaySettings
+from rayserve_moe.config.settings import ExpertSettings, ModelSettings, Settings, SettingsError
 from rayserve_moe.execution.processor_module import digest_of, load_processors
 from rayserve_moe.execution.served_model import RunnerSettings, runner_settings
 from rayserve_moe.model.family_table import family_of, rules_of, spec_from_config
@@ -87,8 +88,18 @@ def model_card(
         gates=_gates_of(spec) if replay.shows_gates else None,
         hidden_size=spec.hidden_size if replay.shows_hidden else 0,
         audits=replay.audits,
+        state_layers=_state_layers(spec, replay),
+        state_size=spec.hidden_size,
         takes_forced_routing=experts is None or experts.selection != "balanced",
     )
+
+
+def _state_layers(spec: ModelSpec, replay: ReplaySettings) -> tuple[int, ...]:
+    """Return the layers whose inputs are returned. Raises: SettingsError for layers that the model lacks."""
+    layers = replay.state_layers
+    if len(set(layers)) < len(layers) or max(layers, default=0) > spec.num_layers:
+        raise SettingsError(f"hidden_state_layers must be different layers from 0 to {spec.num_layers}")
+    return layers
 
 
 def _index_of(spec: ModelSpec, replay: ReplaySettings) -> IndexLayout:

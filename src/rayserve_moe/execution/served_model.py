@@ -8,6 +8,7 @@ from functools import cached_property
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.config import derive
 from rayserve_moe.config.adapters import AdapterSettings
+from rayserve_moe.config.replay_settings import ReplaySettings
 from rayserve_moe.config.settings import (
     BalancingSettings,
     CacheSettings,
@@ -15,7 +16,6 @@ from rayserve_moe.config.settings import (
     ExpertSettings,
     LoggingSettings,
     ModelSettings,
-    ReplaySettings,
     SchedulerSettings,
     Settings,
     SettingsError,
@@ -235,6 +235,7 @@ class ServedModel:
             draft=self.draft,
             shows_hidden=self.settings.replay.shows_hidden,
             audits=self.settings.replay.audits,
+            state_layers=self.settings.replay.state_layers,
             processors=self.processors,
         )
 

@@ -106,6 +106,10 @@ def _num_listed(request: GenerationRequest) -> int | None:
     return None if listed is None else listed.ids.shape[1]
 
 
+def _layer_states(request: GenerationRequest) -> tuple[int, int] | None:
+    return (request.layer_states_start, len(request.prompt_ids)) if request.return_layer_states else None
+
+
 def _audited(request: GenerationRequest) -> tuple[int, int] | None:
     return (0, len(request.prompt_ids)) if request.is_audited else None
 
@@ -140,17 +144,20 @@ PROBED_COLUMNS: Mapping[str, ProbedColumn] = {
     "expert_margins": ProbedColumn(np.float32, _audited, lambda _: MODEL_WIDTH),
     "expert_ranks": ProbedColumn(np.int32, _audited, lambda _: MODEL_WIDTH),
     "sketches": ProbedColumn(np.float32, _audited, lambda _: MODEL_WIDTH),
+    "layer_states": ProbedColumn(np.float32, _layer_states, lambda _: MODEL_WIDTH),
 }
 """Columns by name: log-prob and rank of the prompt's next token, likeliest tokens at its position with log-probs,
 log-probs of listed ids, the state after the last layer and its norm, and the columns of an audit: by MoE layer the
 router's own choice, its margin and its rank (`experts.native_choice`), and sketches of the residual stream by layer.
+The last column has the inputs of the layers that the server shows.
 
 The distribution is the model's own; ranks count from 1, ties to the smaller id.
 """
 
 
 AUDIT_COLUMNS = frozenset({"native_experts", "expert_margins", "expert_ranks", "sketches"})
-"""Columns that a step with prefill blocks computes, if the server audits."""
+STEP_COLUMNS = AUDIT_COLUMNS | {"layer_states"}
+"""Columns that a step with prefill blocks computes itself."""
 
 
 @dataclass(frozen=True)

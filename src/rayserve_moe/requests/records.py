@@ -172,6 +172,10 @@ class RequestedEvidence:
     """Return the weights of the routed experts."""
     return_draft_tokens: bool = stated(False, FLAG, openai=None, vllm=None)
     """Return which outputs were accepted drafts."""
+    return_layer_states: bool = stated(False, FLAG, openai=None, vllm=None)
+    """Return the inputs of the layers that the server shows, at positions of the prompt."""
+    layer_states_start: int = stated(0, COUNT, sglang="layer_states_start_len", openai=None, vllm=None)
+    """First position whose states are returned."""
     is_audited: bool = False
     """True if the routers' own choices and sketches are returned at all positions of the prompt."""
 
@@ -346,6 +350,10 @@ class ModelCard:
     takes_forced_routing: bool = True
     audits: bool = False
     """True if the server was started for audits."""
+    state_layers: tuple[int, ...] = ()
+    """Layers whose inputs are returned; empty if they do not leave the devices."""
+    state_size: int = 0
+    """Length of such an input."""
     logprobs_mode: str = PROCESSED
     max_constraint_bytes: int = MAX_CONSTRAINT_BYTES
     """Maximum bytes of a schema, an expression or a grammar of a request."""

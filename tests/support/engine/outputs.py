@@ -131,7 +131,7 @@ def assert_same_columns(actual: Columns, expected: Columns, *, tolerance: float 
         if isinstance(ours, Ragged):
             assert ours.tolist() == theirs.tolist(), name
         elif np.issubdtype(ours.dtype, np.floating):
-            is_state = name in ("hidden", "sketches", "expert_margins")
+            is_state = name in ("hidden", "layer_states", "sketches", "expert_margins")
             bound = tolerance * (STATE_TOLERANCE / LOGPROB_TOLERANCE if is_state else 1.0)
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound, err_msg=name)
         elif name != "ranks":

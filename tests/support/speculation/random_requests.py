@@ -38,6 +38,7 @@ SPECULATES: dict[str, Any] = {
     "structured_output": True,
     "enable_return_hidden_states": True,
     "enable_audit": True,
+    "hidden_state_layers": [0, 2, 3],
     "logit_processors": "examples.logit_processors",
 }
 CONSTRAINTS = (

@@ -192,6 +192,11 @@ def every_section() -> dict:
             },
             "faults": {"one expert": {"samples": 200, "failing": 199, "located": 198}},
         },
+        "teacher": {
+            "tokens": 4096, "size": "tiny", "layers": 2, "width": 64,
+            "seconds": {"scores": [2.0], "top": [2.5], "states": [3.0], "rows": [2.0], "all": [4.0]},
+            "bytes": dict.fromkeys(("scores", "top", "states", "rows", "all"), 40_960),
+        },
         "rollout_job": {
             "prompts": 64, "prompt_len": 32, "n": 4, "new_tokens": 64, "sums": False, "output_tokens": 16_384.0,
             "runs": {"engine": [{"seconds": 15.0}], "replica": [{"seconds": 15.0}], "server": [{"seconds": 16.0}]},
@@ -459,6 +464,8 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("host_us", "2.0 (1.0-3.0)"),
         ("rollout_reading", "32.0 (32.0-32.0)"),
         ("rollout_job", "0.94 (0.94-0.94)"),
+        ("teacher", "1,024"),
+        ("teacher", "1.25 (1.25-1.25)"),
         ("audit", "0.50%"),
         ("audit", "0.025%"),
         ("audit", "1.50"),

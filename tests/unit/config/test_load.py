@@ -212,7 +212,8 @@ def test_a_count_is_never_a_fraction(key):
 def test_the_bounds_themselves_are_allowed():
     """One at a time, beside what makes them possible."""
     company = {"model_path": "m", "precompile_bs_paddings": [8192], "page_size": 16}
-    apart = {"precompile_bs_paddings", "num_pages", "num_hosts", "data_parallel_size", "num_slices", "elastic_after_s"}
+    apart = {"num_pages", "num_hosts", "data_parallel_size", "num_slices", "elastic_after_s"}
+    apart |= {"precompile_bs_paddings", "hidden_state_layers"}
     for key, (kind, bounds) in NUMBERS.items():
         for value in bounds if key not in apart else ():
             settings_from({**company, key: kind(value)})

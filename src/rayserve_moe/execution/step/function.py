@@ -73,7 +73,7 @@ def run_step(  # noqa: PLR0913 (arguments of the program)
 
     `blocks` is given for shapes with prefill blocks, `adapters` for shapes with adapters.
     """
-    plan = config.model.plan
+    plan, state_layers = config.model.plan, () if blocks is None else config.state_layers
 
     def on_device(
         weights: ModelWeights,
@@ -93,17 +93,18 @@ def run_step(  # noqa: PLR0913 (arguments of the program)
             forced=None if blocks is None else _forced_of_rank(blocks),
             forced_choices=None if blocks is None else jax.tree.map(lambda of_rank: of_rank[0], blocks.choices),
             config=config.model,
-            asked=config.aux_layers,
+            asked=(*config.aux_layers, *state_layers),
             captures=config.captures,
             audits=config.audits and blocks is not None,
             adapters=None if adapters is None or step.adapters is None else StepAdapters(adapters, step.adapters),
         )
+        out, layer_states_LTD = _parted(out, num_states=len(state_layers), config=config)
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
         state = replace(state, pools=out.pools, expert_counts_ME=counts_ME)
         sampled, own, logits_AV, state = sample_rows(logits_AV, state, samples=_samples_of(step), config=config)
         if config.draft is not None:
             state = replace(state, draft=extended(weights, state, step=step, out=out, own=own, config=config.draft))
-        output = _output(sampled, out, config=config)
+        output = replace(_output(sampled, out, config=config), layer_states_LTD=layer_states_LTD)
         hidden_TD = out.hidden_TD if config.shows_hidden or blocks is not None else None
         return state, output, (logits_AV if config.holds_samples else None, hidden_TD)
 
@@ -122,6 +123,15 @@ def run_step(  # noqa: PLR0913 (arguments of the program)
         check_vma=False,
     )(weights, state, vectors_NW, blocks, adapters)
     return state, replace(output, logits_AV=logits_AV, hidden_TD=hidden_TD)
+
+
+def _parted(out: ForwardOutput, *, num_states: int, config: StepConfig) -> tuple[ForwardOutput, jax.Array | None]:
+    """Part the inputs of layers that are returned, of all data ranks [L, T, D], from those that the draft reads."""
+    if not num_states:
+        return out, None
+    first = len(out.entering) - num_states
+    states_LTD = config.model.plan.gather_data_ranks(jnp.stack(out.entering[first:]), dim=1)
+    return out._replace(entering=out.entering[:first]), states_LTD
 
 
 def _output(sampled: Sampled, out: ForwardOutput, *, config: StepConfig) -> StepOutput:

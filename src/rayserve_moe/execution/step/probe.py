@@ -25,7 +25,7 @@ from rayserve_moe.execution.step.pytrees import ModelWeights, StepConfig
 from rayserve_moe.model.decoder_layers import norm_rows
 from rayserve_moe.model.transformer import normed_logits, words_of
 from rayserve_moe.parallel.sharding import DATA
-from rayserve_moe.requests.columns import AUDIT_COLUMNS
+from rayserve_moe.requests.columns import STEP_COLUMNS
 from rayserve_moe.requests.fields import MAX_LISTED_IDS, MAX_TOP_LOGPROBS
 from rayserve_moe.scheduling.token_probe import IS_FINITE, NO_ID, TokenProbe
 
@@ -55,7 +55,7 @@ class ProbeRun:
         found = {IS_FINITE: finite_P}
         if "hidden" in self.columns:
             found["hidden"] = normed_PD
-        names = {*self.columns} - {"hidden"} - AUDIT_COLUMNS
+        names = {*self.columns} - {"hidden"} - STEP_COLUMNS
         if not names:
             return found
         computed = probe(

@@ -59,6 +59,8 @@ class StepConfig:
     """State values of a row after its page tables."""
     audits: bool = False
     """True if steps with prefill blocks return evidence for audits."""
+    state_layers: tuple[int, ...] = ()
+    """Layers whose inputs steps with prefill blocks return."""
 
     @property
     def max_together(self) -> int:
@@ -176,3 +178,5 @@ class StepOutput:
     """Columns of every run of the probe (`probe_tokens`)."""
     audit: AuditOutput | None = None
     """Evidence of an audit, the ranks' tokens concatenated; None if the step returns none."""
+    layer_states_LTD: jax.Array | None = None
+    """Inputs of `StepConfig.state_layers`, likewise."""

@@ -28,6 +28,7 @@ def wanted_outputs(plan: StepPlan) -> frozenset[str]:
         "topk_ids_MTK": plan.wants_routing,
         "chosen_ITK": plan.wants_routing,
         "gates_MTK": plan.wants_routing,
+        "layer_states_LTD": plan.probe is not None and "layer_states" in plan.probe.columns,
         "audit": plan.probe is not None and not AUDIT_COLUMNS.isdisjoint(plan.probe.columns),
         "top": "top_ids" in plan.columns,
         "expert_counts_ME": plan.wants_expert_counts,
@@ -71,7 +72,7 @@ def step_result(
         pack_s,
         device_s,
         columns=_columns(output.columns, packed.sample_places),
-        probed=_probed(output.probed or (), output.audit, places=packed.probed_places),
+        probed=_probed(output, places=packed.probed_places),
         expert_counts=None if output.expert_counts_ME is None else np.asarray(output.expert_counts_ME),
         tally=None if output.tally_N4 is None else np.asarray(output.tally_N4).sum(axis=0, dtype=np.int64),
         failed_fetch=failed_fetch,
@@ -113,13 +114,16 @@ def _top(top_N2PJ: jax.Array, places: np.ndarray) -> Columns:
     return {"top_ids": ids, "top_logprobs": np.ascontiguousarray(bits).view(np.float32)}
 
 
-def _probed(runs: Sequence[Mapping[str, jax.Array]], audit: AuditOutput | None, *, places: np.ndarray) -> Columns:
+def _probed(output: StepOutput, *, places: np.ndarray) -> Columns:
     """Join the runs of a probe of the tokens at `places`; a token without a finite log-prob is not finite."""
-    if not runs:
+    if not output.probed:
         return {}
+    runs: Sequence[Mapping[str, jax.Array]] = output.probed
     columns = {name: np.concatenate([np.asarray(run[name]) for run in runs])[: len(places)] for name in runs[0]}
-    if audit is not None:
-        columns |= _audited(audit, places)
+    if output.audit is not None:
+        columns |= _audited(output.audit, places)
+    if output.layer_states_LTD is not None:
+        columns["layer_states"] = _by_token(output.layer_states_LTD, places).astype(np.float32)
     if "hidden" in columns:
         columns["hidden"] = columns["hidden"].astype(np.float32)
     if "logprobs" in columns:

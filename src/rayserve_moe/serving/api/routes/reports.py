@@ -142,6 +142,7 @@ def _model_description(state: ApiState) -> dict:
         "enable_return_indexer_topk": card.index is not None,
         "enable_return_router_gates": card.gates is not None,
         "enable_audit": card.audits,
+        "hidden_state_layers": list(card.state_layers),
         "num_hidden_layers": card.routing.num_hidden_layers,
         "moe_layer_ids": list(card.routing.layer_ids),
         "num_experts": card.routing.num_experts,
