@@ -175,8 +175,12 @@ class GroupTensors:
         """Adapters that the hosts hold, by key."""
 
     def add_adapter(self, key: str, adapter: SentAdapter) -> None:
-        self._check(self._ask(ADD_ADAPTER, key, ray.put(adapter.body)))
-        self._adapters[key] = adapter
+        self._adapters[key] = adapter  # hosts that replace others meanwhile receive it too
+        try:
+            self._check(self._ask(ADD_ADAPTER, key, ray.put(adapter.body)))
+        except (WeightsRefusedError, ExecutorFailure):
+            self._adapters.pop(key, None)
+            raise
 
     def drop_adapters(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -186,7 +190,7 @@ class GroupTensors:
 
     def add_adapters_again(self) -> None:
         """Give new hosts the adapters that the former hosts held. Raises ExecutorFailure if a host is lost."""
-        for key, adapter in self._adapters.items():
+        for key, adapter in list(self._adapters.items()):
             self.add_adapter(key, adapter)
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:

@@ -53,7 +53,7 @@ class AdapterTotals:
 
 
 class AdapterTable(StepExtension):
-    """Loaded adapters by key, least recently used first, and the places of resident ones.
+    """Loaded adapters by key, and the places of resident ones.
 
     `num_slots` adapters are resident. A step that needs another evicts the least recently used one that it does not
     need itself. `keys_in_use` returns the keys of live requests. `record` and `unload` run in the engine thread. They
@@ -67,7 +67,12 @@ class AdapterTable(StepExtension):
         self.current: dict[str, str] = {}
         """Key of each name."""
         self.loaded: dict[str, LoadedAdapter] = {}
+        """By key; other threads read it, so only `record` and `unload` change it."""
         self._slots: dict[str, int] = {}
+        """Place of each resident adapter, least recently used first."""
+        self._used_at: dict[str, int] = {}
+        """Number of the last use of each loaded adapter; a load is a use."""
+        self._num_uses = 0
         self._totals = AdapterTotals()
 
     def key_of(self, requested: str) -> str:
@@ -92,14 +97,14 @@ class AdapterTable(StepExtension):
         idle = [each for each in self.loaded if each != key and each not in in_use]
         nameless = [each for each in idle if current.get(self.loaded[each].name) != each]
         count = max(0, len(self.loaded.keys() | {key}) - len(nameless) - self._settings.num_held)
-        oldest = [each for each in idle if each not in nameless][:count]
+        oldest = sorted((each for each in idle if each not in nameless), key=self._used_at.__getitem__)[:count]
         if len(oldest) < count:
             raise WeightsRefusedError(f"requests use all {self._settings.num_held} loaded adapters: see max_cpu_loras")
         for each in (*nameless, *oldest):
             self._forget(each)
         self._totals.num_dropped += len(oldest)
-        self.loaded.pop(key, None)
-        self.current[adapter.name], self.loaded[key] = key, adapter
+        self.loaded[key], self.current[adapter.name] = adapter, key
+        self._record_use(key)
         return [*nameless, *oldest]
 
     def unload(self, name: str) -> list[str]:
@@ -125,8 +130,7 @@ class AdapterTable(StepExtension):
         loads = tuple((self._make_resident(key, needed), key) for key in needed if key not in self._slots)
         for key in needed:
             self._slots[key] = self._slots.pop(key)
-            if key in self.loaded:
-                self.loaded[key] = self.loaded.pop(key)
+            self._record_use(key)
         slots = np.asarray([self._slots[key] if key else -1 for key in keys], np.int32)
         return replace(schedule, plan=replace(plan, adapters=AdapterWork(slots, loads)))
 
@@ -154,9 +158,14 @@ class AdapterTable(StepExtension):
         self._totals.num_loads += 1
         return slot
 
+    def _record_use(self, key: str) -> None:
+        self._num_uses += 1
+        self._used_at[key] = self._num_uses
+
     def _forget(self, key: str) -> None:
         adapter = self.loaded.pop(key)
         self._slots.pop(key, None)
+        self._used_at.pop(key, None)
         if self.current.get(adapter.name) == key:
             del self.current[adapter.name]
 

@@ -165,6 +165,7 @@ inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& sha
   thread_local AdaptedRows gate_here, up_here;
   AdaptedRows &gate_adapted = gate_here, &up_adapted = up_here;
   const auto token_of = [&](int64_t r) { return grouped.picks[r] / shapes.top_k; };
+  const bool is_adapted = arrays.gate_adapters.a || arrays.up_adapters.a;
   gate_adapted.find(arrays.gate_adapters, rows.first, rows.stride, grouped.picks.size(), token_of);
   up_adapted.find(arrays.up_adapters, rows.first, rows.stride, grouped.picks.size(), token_of);
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
@@ -180,8 +181,10 @@ inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& sha
                     panels, scales, [&](int64_t r, const Pair(&both)[2]) {
                       bf16* target = inner + (begin + r) * shapes.inner + column;
                       Pair gate = of_gate(both[0]), up = of_up(both[1]);
-                      gate_adapted.add(gate, begin + r, token_of(begin + r), column);
-                      up_adapted.add(up, begin + r, token_of(begin + r), column);
+                      if (is_adapted) {
+                        gate_adapted.add(gate, begin + r, token_of(begin + r), column);
+                        up_adapted.add(up, begin + r, token_of(begin + r), column);
+                      }
                       store(target, activate(shapes.activation, gate.low, up.low));
                       store(target + 16, activate(shapes.activation, gate.high, up.high));
                     });
@@ -196,6 +199,7 @@ inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, co
   thread_local AdaptedRows adapted_here;
   AdaptedRows& adapted = adapted_here;
   const auto token_of = [&](int64_t r) { return grouped.picks[r] / shapes.top_k; };
+  const bool is_adapted = arrays.down_adapters.a;
   adapted.find(arrays.down_adapters, inner, shapes.inner, grouped.picks.size(), token_of);
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, panel = item % num_panels, begin = grouped.begins[group];
@@ -207,7 +211,7 @@ inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, co
     multiply_panels(inner + begin * shapes.inner, shapes.inner, grouped.begins[group + 1] - begin, shapes.inner, panels,
                     scales, [&](int64_t r, const Pair(&result)[1]) {
                       Pair down = of_down(result[0]);
-                      adapted.add(down, begin + r, token_of(begin + r), column);
+                      if (is_adapted) adapted.add(down, begin + r, token_of(begin + r), column);
                       store_columns(results + grouped.picks[begin + r] * width, down, column, width);
                     });
   });

@@ -75,7 +75,10 @@ def holds_beside(state: ApiState) -> bool:
 def _beside(state: ApiState) -> dict[str, str]:
     """Return the directories of the adapters beside the weights, by name."""
     loads = state.loop.control.adapters
-    return {} if loads is None else {name: loads.table.loaded[key].path for name, key in loads.table.current.items()}
+    if loads is None:
+        return {}
+    loaded = {each.name: each.path for each in [*loads.table.loaded.values()]}
+    return {name: loaded.get(name, "") for name in [*loads.table.current]}
 
 
 async def _load_directory(fleet: Fleet, path: str, *, name: str) -> WeightOutcome:
