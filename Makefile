@@ -15,6 +15,9 @@ APART := litellm instructor guidellm aiperf tinker tinker_0.24
 # come first (tests/support/session/scopes.py).
 SHARED := -n 3 --no-loadscope-reorder
 
+# transformers imports torch where it is installed (`make parity`), in every process: over a CPU second each.
+WITHOUT_TORCH := PYTHONPATH=$(CURDIR)/tests/support/without_torch$(if $(PYTHONPATH),:$(PYTHONPATH))
+
 # Nothing is asked of the network once `setup` has run. Your own environment wins: `JAX_PLATFORMS=tpu,cpu make serve`.
 export HF_HUB_OFFLINE ?= 1
 export JAX_PLATFORMS ?= cpu
@@ -63,16 +66,16 @@ check: $(TEST)
 	$(BIN)/pytest -q -m "not scratch" tests/architecture/test_limits.py tests/architecture/test_budgets.py tests/architecture/test_edits.py tests/architecture/test_language.py
 
 test: $(TEST)
-	$(BIN)/pytest $(SHARED) -m "not slow and not parity and not emulated and not published"
+	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) -m "not slow and not parity and not emulated and not published"
 
 # Everything, compiled as for users: `test` compiles most programs quickly.
 test-all: $(TEST)
-	$(BIN)/pytest $(SHARED) --optimized -m "not parity and not emulated and not published"
+	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) --optimized -m "not parity and not emulated and not published"
 	$(BIN)/pytest --optimized --cpu-kernels native tests/pipelines
 
 # The laws of the engine over the kernels that a CPU takes by default, and a part of what only `test-all` runs whole.
 test-native: $(TEST)
-	$(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
+	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
 
 # The kernels, and the laws of the engine over them, at a lower level than this processor's: `make test-level CPU=avx2`.
 test-level: $(TEST)
@@ -80,7 +83,7 @@ test-level: $(TEST)
 	$(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
 
 test-part: $(TEST)
-	$(BIN)/pytest $(SHARED) --optimized -m "slow and not parity" --part $(PART)
+	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) --optimized -m "slow and not parity" --part $(PART)
 
 # The kernels of Arm, where there is none: cross-compiled, and run by qemu. Installs both where this user may.
 emulation: $(TEST)

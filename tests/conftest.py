@@ -63,6 +63,7 @@ from rayserve_moe.checkpoints.synthetic import write_checkpoint
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.core import CORE_CONFIG, NATIVE_CORE_CONFIG
 from tests.support.models.families import FamilyCase
+from tests.support.session.costs import Costs
 from tests.support.session.hypothesis_examples import ALL, SAMPLED
 from tests.support.session.sampled_variants import mark_others_slow
 from tests.support.session.shared_programs import SharedPrograms
@@ -89,8 +90,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--optimized",
         action="store_true",
-        help="compile every program as for users, not quickly, and every shape of steps; try properties on all examples",
+        help="compile all shapes of steps, and every program as for users, not quickly; try properties on all examples",
     )
+    parser.addoption("--costs", type=int, metavar="N", help="show the N tests that take most CPU seconds")
     parser.addoption(
         "--part",
         metavar="I/N",
@@ -100,6 +102,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any program is compiled."""
+    if num_shown := config.getoption("--costs"):
+        config.pluginmanager.register(Costs(num_shown))
     if config.getoption("--optimized"):
         os.environ["XLA_FLAGS"] = process_flags(is_quick=False)
         hypothesis.settings.load_profile("all")

@@ -44,7 +44,7 @@ def plain(engine, prompt):
     return answer
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @each(DIALECTS)
 @whole_and_streamed
 @pytest.mark.parametrize("num_top", [None, 0])
@@ -128,7 +128,7 @@ def test_an_answer_names_the_weights_of_every_token(http, prompt, dialect, strea
     assert [choice.versions for choice in answer.choices] == [[{"version": "0", "start": 0, "end": 5}]] * 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @each(WITH_IDS)
 @whole_and_streamed
 @pytest.mark.parametrize("seed", [7, -7, 2**63 - 1])

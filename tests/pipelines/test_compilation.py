@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.answers.streams import GenerationStream
@@ -10,7 +11,6 @@ from rayserve_moe.requests.records import GenerationRequest, RoutedExperts, Samp
 from tests.support.engine.workload import draw_prompt
 from tests.support.models.core import CORE_CONFIG
 
-NUM_REQUESTS = 200
 COMMON = draw_prompt(np.random.default_rng(1), 200)
 """How many of the prompts begin."""
 
@@ -55,12 +55,13 @@ def random_request(generator: np.random.Generator, number: int) -> GenerationReq
     )
 
 
-def test_nothing_is_compiled_for_200_random_requests(engine: Engine):
+@pytest.mark.parametrize("num_requests", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_nothing_is_compiled_for_random_requests(engine: Engine, num_requests: int):
     # Other engines of this process may have started since; their compilations are in this count.
     before = engine.runner.num_compilations_since_start
     generator = np.random.default_rng(2024)
     running = []
-    for number in range(NUM_REQUESTS):
+    for number in range(num_requests):
         request = random_request(generator, number)
         running.append((request, GenerationStream(engine.loop, engine.tokenizer, request=request)))
         if generator.random() < 0.15:

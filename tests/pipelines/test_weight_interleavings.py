@@ -248,7 +248,7 @@ SUMMED_APART = pytest.mark.float32("its devices add up parts of sums, and the re
     ("name", "num_examples"),
     [
         ("alone", 20),
-        pytest.param("balanced", 12, marks=SUMMED_APART),
+        pytest.param("balanced", 6, marks=SUMMED_APART),
         pytest.param("alone", 300, marks=pytest.mark.slow),
         pytest.param("balanced", 300, marks=[SUMMED_APART, pytest.mark.slow]),
     ],

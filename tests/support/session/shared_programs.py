@@ -1,4 +1,4 @@
-"""Programs of engines in jax's own cache, which finds them by their text: a changed source compiles only what it changes.
+"""Programs of engines in jax's own cache, which finds them by their text: a change compiles only what it changes.
 
 The package keeps programs by its source, finds them without tracing, and disables jax's cache while it compiles, since
 a program that came out of that cache cannot be kept. In tests both are used.

@@ -13,7 +13,7 @@ OF_USERS = dict(CPUS)
 
 
 def compile_fewest_shapes() -> None:
-    """Have this process compile one shape of each kind, where the settings list no sizes: none saves its compilation."""
+    """Have this process compile one shape of each kind where the settings list no sizes: none is worth compiling."""
     CPUS.update({name: replace(device, compile_s=float("inf")) for name, device in OF_USERS.items()})
 
 

@@ -1,0 +1,68 @@
+"""Programs of engines in tests: the fewest shapes, and what another version of the package has compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rayserve_moe.config.settings import CompileSettings
+from rayserve_moe.execution.programs import cache, compiled
+from rayserve_moe.execution.programs.buckets import CPUS
+from rayserve_moe.parallel.mesh import plan_for
+from tests.support.engine.host_runners import new_runner
+from tests.support.session.shared_programs import SharedPrograms
+from tests.support.session.step_shapes import compile_fewest_shapes, shapes_of_users
+
+
+def num_shapes(checkpoint: Path) -> int:
+    sizes = {"max_step_tokens": 256, "precompile_bs_paddings": [1, 16], "max_model_len": 512}
+    return len(new_runner(checkpoint, dtype="float32", cpu_kernels="off", **sizes).served.shapes)
+
+
+def test_engines_compile_the_listed_shapes_and_one_of_prompts(core_checkpoint: Path) -> None:
+    with shapes_of_users():
+        assert num_shapes(core_checkpoint) > 3
+    with patch.dict(CPUS):
+        compile_fewest_shapes()
+        assert num_shapes(core_checkpoint) == 3
+
+
+@pytest.fixture
+def own_cache_of_jax(tmp_path: Path) -> Iterator[None]:
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    cache.compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    cache.compilation_cache.reset_cache()
+
+
+def scaled(x: jax.Array, *, factor: float) -> jax.Array:
+    return jnp.sin(x) * factor
+
+
+@pytest.mark.usefixtures("programs_as_for_users", "own_cache_of_jax")
+def test_only_programs_that_were_compiled_are_kept(tmp_path: Path) -> None:
+    plan = plan_for(jax.devices()[:1])
+    kept = cache.kept_programs(CompileSettings(str(tmp_path / "kept")), plan)
+    assert kept is not None
+    like = jax.ShapeDtypeStruct((3,), np.float32, sharding=plan.replicated())
+    shared = SharedPrograms()
+    shared.start()
+    try:
+        for name in ("compiled", "found"):
+            with compiled.without_cache_of_jax():
+                program = compiled.optimized(jax.jit(partial(scaled, factor=3.0)).lower(like), plan)
+            kept.keep(name, program)
+            array = jax.device_put(np.ones(3, np.float32), plan.replicated())
+            np.testing.assert_allclose(program(array), 3 * np.sin(1.0), rtol=1e-6)
+    finally:
+        shared.stop()
+    assert kept.find("compiled") is not None and kept.find("found") is None
