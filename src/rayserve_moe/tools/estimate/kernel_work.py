@@ -174,10 +174,9 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _streamed_heads(instruction, operands)
         case "rotary_heads":
             return _rotary_heads(instruction, operands)
-        case "token_index" if work.sparse:
-            return _token_index(instruction, operands, work.sparse)
-        case "chosen_attention" if work.sparse:
-            return _chosen_attention(instruction, operands, work.sparse)
+        case "token_index" | "chosen_attention" as name if work.sparse:
+            count = _token_index if name == "token_index" else _chosen_attention
+            return count(instruction, operands, work.sparse)
         case "delta_rule":
             return _delta_rule(instruction, work.recurrent) if work.recurrent else None
     return None
