@@ -201,6 +201,15 @@ def every_section() -> dict:
             "prompts": 64, "prompt_len": 32, "n": 4, "new_tokens": 64, "sums": False, "output_tokens": 16_384.0,
             "runs": {"engine": [{"seconds": 15.0}], "replica": [{"seconds": 15.0}], "server": [{"seconds": 16.0}]},
         },
+        "sparse_prompts": {
+            "glm-5.2@v5p:2x4x4": {
+                "case": {"tensor": 4},
+                "num_layers": 3,
+                "contexts": {
+                    "65536": {"step_ms": 20.0, "index_us": 1e3, "attention_us": 2e3, "xla_attention_us": 9e3}
+                },
+            }
+        },
         "exchange_bytes": {
             "512": {"fused": moved}
         },
@@ -233,15 +242,6 @@ def every_section() -> dict:
                     "2048": sparse_context("token_index", seconds=0.025),
                     "65536": sparse_context("chosen_attention", seconds=0.03),
                     "131072": {"needed_bytes": 110_250_000_000},
-                },
-            }
-        },
-        "sparse_prompts": {
-            "glm-5.2@v5p:2x4x4": {
-                "case": {"tensor": 4},
-                "num_layers": 3,
-                "contexts": {
-                    "65536": {"step_ms": 20.0, "index_us": 1e3, "attention_us": 2e3, "xla_attention_us": 9e3}
                 },
             }
         },
@@ -488,6 +488,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("house", "1,200 (4)"),
         ("published_text", "27.0 (900.0)"),
         ("loading", "1.25 (1.25-1.25)"),
+        ("sparse_prompts", "50.0"),
         ("speculation", "0.80 (0.80-0.80)"),
         ("speculation_calculator", "1.50"),
         ("wheel", "31"),

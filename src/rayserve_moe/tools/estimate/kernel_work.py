@@ -176,8 +176,9 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _streamed_heads(instruction, operands)
         case "rotary_heads":
             return _rotary_heads(instruction, operands)
-        case "token_index" | "chosen_attention" as name:
-            return _SPARSE[name](instruction, operands, work.sparse) if work.sparse else None
+        case "token_index" | "chosen_attention" as name if work.sparse:
+            count = _token_index if name == "token_index" else _chosen_attention
+            return count(instruction, operands, work.sparse)
         case "delta_rule":
             return _delta_rule(instruction, work.recurrent) if work.recurrent else None
     return None
@@ -322,23 +323,22 @@ def _token_index(instruction: Instruction, operands: list[Instruction], sparse: 
     """Count the blocks of keys of the visits that score any, and the chunks of their scores.
 
     Loops with unknown trips, in order: pages of a core's first block, chunks to clear, blocks, pages of the next block
-    of a visit or of the first block of the next visit, parts of a block that are scored for queries at once, chunks to
-    count twice, to mark, and to gather from.
+    or of the next visit's first, parts of a block for some queries, chunks to count twice, to mark, to gather from.
     """
     num_steps, num_queries, _ = instruction.shapes[0].dims
     queries, pool = [shape for one in operands for shape in one.shapes if len(shape.dims) == 3][::2]
-    page_size, context, visits = pool.dims[1], sparse.context, sparse.index_tokens
+    context, visits = sparse.context, sparse.index_tokens
     if num_queries > 1:
         context, visits = sparse.prompt_context, sparse.index_blocks * PREFILL_BLOCK_TOKENS // num_queries
-    pages, of_block = math.ceil(context / page_size), token_index.pages_of_a_block(page_size)
+    pages, of_block = math.ceil(context / pool.dims[1]), token_index.pages_of_a_block(pool.dims[1])
     blocks, chunks = max(1, math.ceil(pages / of_block)), math.ceil(context / CHUNK_POSITIONS)
     at_once = token_index.queries_at_once(num_queries, queries.dims[1] // num_queries)
     parts = math.ceil(context / token_index.SCORE_KEYS) / blocks * num_queries / at_once
     of_step, first = visits / num_steps, min(pages, of_block) / num_steps if visits else 0.0
     of_blocks = (pages / blocks * (1 - 1 / blocks), pages / blocks**2, parts)
     trips = (first, num_queries * chunks * of_step, blocks * of_step, *of_blocks, *[chunks * of_step] * 4)
-    num_bytes = visits * pages * page_size * pool.num_bytes / math.prod(pool.dims[:2])
-    return KernelWork(num_bytes, (), trips_each=trips, trips_beside=(*trips[:2], 0.0, *trips[3:]), visits=visits)
+    beside, num_bytes = (*trips[:2], 0.0, *trips[3:]), visits * pages * pool.num_bytes / pool.dims[0]
+    return KernelWork(num_bytes, (), trips_each=trips, trips_beside=beside, visits=visits)
 
 
 def _chosen_attention(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork:
@@ -356,9 +356,6 @@ def _chosen_attention(instruction: Instruction, operands: list[Instruction], spa
         kind=ATTENTION,
         visits=sparse.num_tokens,
     )
-
-
-_SPARSE = {"token_index": _token_index, "chosen_attention": _chosen_attention}
 
 
 def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
