@@ -21,8 +21,7 @@ class ServerSettings:
     """HTTP front end."""
 
     api_key: str = ""
-    """Bearer token for every route except probes (`/health`, `/ready`) and the empty page `/experts`; empty disables
-    authentication."""
+    """Bearer token of all routes except probes (`/health`, `/ready`) and the empty page `/experts`; empty for none."""
     admin_api_key: str = ""
     """Bearer token for routes that affect all clients: weight updates, pauses, flushes, aborts of all requests. It is
     valid on all other routes too. If it is empty, `api_key` is valid on these routes."""
@@ -78,8 +77,7 @@ class SpeculationSettings:
     draft_model_path: str = _named("", "speculative_draft_model_path")
     """Path of the `EAGLE` or `EAGLE3` head, as `model_path`. `NEXTN` uses a layer of the checkpoint instead."""
     num_steps: int = _number(0, (0, 7), "speculative_num_steps")
-    """Maximum number of drafts of a sequence in one step; 0 is 7. Measured times choose 0, 1, 3, 5 or 7 drafts for each
-    step."""
+    """Maximum number of drafts of a sequence in a step; 0 is 7. Measured times choose 0, 1, 3, 5 or 7 for each step."""
     num_draft_tokens: int = _number(0, (0, MAX_DRAFTS + 1), "speculative_num_draft_tokens")
     """Rows verified per sequence: `speculative_num_steps` plus 1."""
     min_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")
@@ -201,8 +199,7 @@ class ReplaySettings:
     """Routing that `/v1/completions` and `/v1/chat/completions` return by default: `nested` is the lists of vLLM's
     server flag, `off` none."""
     shows_gates: bool = _named(False, "enable_return_router_gates")
-    """Compile the capture of router gates, the weights of the chosen experts, into the steps and accept
-    `return_router_gates`. Host memory holds 4 bytes for each beside its expert's id, for every slot of the KV cache."""
+    """Compile the capture of router gates into the steps and accept `return_router_gates`: 4 host bytes per gate."""
     shows_index: bool = _named(False, "enable_return_indexer_topk")
     """Compile the capture of index rows of sparse attention into the steps and accept `return_indexer_topk`."""
     index_store_mib: int = _number(4096, (1, 1 << 22))

@@ -36,7 +36,7 @@ from rayserve_moe.execution.programs.compiled import (
     first_shapes,
     launch_for,
 )
-from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
+from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, captures_of, draft_sizes, served_model
 from rayserve_moe.execution.step.device_state import BlockInputSource, allocate, no_choices
 from rayserve_moe.execution.step.pack import PackedStep, Packer
 from rayserve_moe.execution.step.page_copies import no_copies
@@ -81,7 +81,9 @@ class HostRunner:
         """Moves experts between slots; None on a server whose experts never move."""
         self._packer = _packer_for(self.served)
         source = partial(
-            BlockInputSource, captures=self.served.captures, no_choices=cache(partial(no_choices, self.config))
+            BlockInputSource,
+            captures=captures_of(self.served.settings.replay),
+            no_choices=cache(partial(no_choices, self.config)),
         )
         self._block_inputs = {s: source(s, self.config) for s in self.served.shapes if s.num_blocks}
         self._state: DeviceState | None = None
