@@ -80,11 +80,8 @@ class HostRunner:
         self._mover = _mover_for(self.served)
         """Moves experts between slots; None on a server whose experts never move."""
         self._packer = _packer_for(self.served)
-        source = partial(
-            BlockInputSource,
-            captures=captures_of(self.served.settings.replay),
-            no_choices=cache(partial(no_choices, self.config)),
-        )
+        replay, no_index = self.served.settings.replay, cache(partial(no_choices, self.config))
+        source = partial(BlockInputSource, captures=captures_of(replay), no_choices=no_index)
         self._block_inputs = {s: source(s, self.config) for s in self.served.shapes if s.num_blocks}
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
