@@ -23,7 +23,7 @@ from rayserve_moe.rollouts.alignment import decode_answer, join_turns
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.batch_job import main
 from rayserve_moe.rollouts.client import BlockingRolloutClient
-from rayserve_moe.rollouts.records import gate_scale_of
+from rayserve_moe.rollouts.records import decisions_of
 from tests.http.conftest import assert_idle, served
 from tests.http.test_journal import RESUME, all_events, begin, pair_over, told_of
 from tests.support.engine.schedulers import some_reach
@@ -281,11 +281,11 @@ def test_a_job_keeps_all_parts_in_its_shards(server_url, tmp_path):
                 returns_mask=True,
             )
             ((again,),) = client.generate([request])
-            same(loaded.router_gates(sample), again.router_gates)
-            assert loaded.sampling_mask(sample).tolist() == again.sampling_mask.tolist()
-            same(loaded.sampling_logprobs[sample], again.sampling_logprobs)
-            assert loaded.drafted[sample].tolist() == [False] * NUM_NEW
-            assert gate_scale_of(loaded, sample) == again.gate_scale
+            kept = decisions_of(loaded, sample)
+            same(kept.router_gates, again.router_gates)
+            assert kept.sampling_mask.tolist() == again.sampling_mask.tolist()
+            same(kept.sampling_logprobs, again.sampling_logprobs)
+            assert kept.drafted.tolist() == [False] * NUM_NEW and kept.gate_scale == again.gate_scale
             np.testing.assert_array_equal(router_gates(trajectory_of([again])), again.router_gates)
 
 

@@ -94,7 +94,7 @@ def gate_fields(
         return {}
     if routing is None:
         return {"router_gates": None, "router_gates_info": None}
-    described = {"router_gates_info": gates.describe(routing, card.routing, card.gates)}
+    described = {"router_gates_info": gates.describe(routing, layout=card.routing, scale=card.gates)}
     if arrays is None:
         return {"router_gates": gates.encode(routing), **described}
     arrays["router_gates"] = gates.known_gates(routing)

@@ -37,7 +37,7 @@ from rayserve_moe.execution.programs.compiled import (
     first_shapes,
     launch_for,
 )
-from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
+from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, captures_of, draft_sizes, served_model
 from rayserve_moe.execution.step.device_state import BlockInputSource, allocate, no_choices
 from rayserve_moe.execution.step.pack import PackedStep, Packer
 from rayserve_moe.execution.step.page_copies import no_copies
@@ -84,9 +84,8 @@ class HostRunner:
         self.adapters = _adapters_for(self.served, rules_of(self._files.config, self._files.tensors))
         """Adapters beside the weights; None on a server without."""
         self._packer = _packer_for(self.served)
-        source = partial(
-            BlockInputSource, captures=self.served.captures, no_choices=cache(partial(no_choices, self.config))
-        )
+        replay, no_index = self.served.settings.replay, cache(partial(no_choices, self.config))
+        source = partial(BlockInputSource, captures=captures_of(replay), no_choices=no_index)
         self._block_inputs = {s: source(s, self.config) for s in self.served.shapes if s.num_blocks}
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None
