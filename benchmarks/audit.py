@@ -1,6 +1,6 @@
 """The auditor on right samples and on planted faults: verdicts, near ties, and seconds per 1,000 tokens.
 
-    python -m benchmarks.audit [--samples 10000] [--batch 64] [--out FILE.json]
+    python -m benchmarks.audit [--samples 10000] [--batch 64] [--sides native bfloat16 float32] [--out FILE.json]
 
 The calculator samples sums in bfloat16 by native kernels. The same server audits the samples, then servers that compute
 in bfloat16 by XLA and in float32: what these find is numerics. The plain scoring of the same tokens (`/generate` with
@@ -53,7 +53,8 @@ def client_of(side: str, model: Path) -> Iterator[tuple[BlockingRolloutClient, s
     """A client of a server of this process, the server's address, and the layout of its rows."""
     settings = {
         "enable_return_routed_experts": True, "enable_audit": True, "max_running_requests": 64,
-        "precompile_bs_paddings": [64], "max_step_tokens": 512, "num_pages": 1024, **SIDES[side],
+        "precompile_bs_paddings": [64], "max_step_tokens": 256, "num_pages": 1024, "structured_output": False,
+        **SIDES[side],
     }  # fmt: skip
     with Engine(str(model), **settings) as engine:
         app = create_api(ApiState(engine.loop, engine.tokenizer))
@@ -200,13 +201,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--faults", type=int, default=200, help="samples with each planted fault")
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="servers; the first one samples")
     parser.add_argument("--out", type=Path, default=RESULTS / "audit.json")
     arguments = parser.parse_args()
     machine = machine_facts(load_before_start())
     model = resolve_model_path(MODEL, cache_directory=default_cache_directory())
     rollouts: list[Rollout] = []
     sides, faults = {}, {}
-    for side in SIDES:
+    for side in arguments.sides:
         with client_of(side, model) as (client, url, layout):
             rollouts = rollouts or sampled(client, arguments.samples)
             samples = [body_of(rollout, layout) for rollout in rollouts]

@@ -73,7 +73,7 @@ def main() -> None:
                 note(f"repeat {repeat}: {seconds}")
         result = {
             "machine": machine, "size": arguments.size, "tokens": arguments.prompts * arguments.tokens,
-            "layers": len(settings["hidden_state_layers"]), "width": engine.card.state_size,
+            "layers": len(settings["hidden_state_layers"]), "width": engine.card.evidence.state_size,
             "seconds": seconds, "bytes": num_bytes,
         }  # fmt: skip
     print(as_table(result))

@@ -239,7 +239,7 @@ def _layer_states(result: ChoiceResult, card: ModelCard) -> dict:
     if not len(states):
         return {}
     data = pybase64.b64encode(states.astype("<f4").tobytes()).decode()
-    facts = {"shape": list(states.shape), "dtype": "float32", "start": start, "layers": list(card.state_layers)}
+    facts = {"shape": list(states.shape), "dtype": "float32", "start": start, "layers": list(card.evidence.state_layers)}
     return {"layer_states": {"data": data, **facts}}
 
 

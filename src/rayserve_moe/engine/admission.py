@@ -225,13 +225,13 @@ def _check_probe(request: GenerationRequest, card: ModelCard) -> None:
 
 
 def _check_layer_states(request: GenerationRequest, card: ModelCard) -> None:
-    num_layers, name = len(card.state_layers), "return_layer_states"
+    num_layers, name = len(card.evidence.state_layers), "return_layer_states"
     if not num_layers:
         raise RequestError("no layer's states leave the devices: start the server with hidden_state_layers", name)
     num_tokens = len(request.prompt_ids) - request.layer_states_start
     if num_tokens <= 0:
         raise RequestError("must lie in the prompt", "layer_states_start_len")
-    if num_tokens * num_layers * card.state_size > MAX_HIDDEN_NUMBERS:
+    if num_tokens * num_layers * card.evidence.state_size > MAX_HIDDEN_NUMBERS:
         raise RequestError(
             f"states of {num_layers} layers at {num_tokens} tokens are more than {MAX_HIDDEN_NUMBERS} numbers: request "
             "fewer tokens, or show fewer layers",
@@ -240,7 +240,7 @@ def _check_layer_states(request: GenerationRequest, card: ModelCard) -> None:
 
 
 def _check_audited(request: GenerationRequest, card: ModelCard) -> None:
-    if not card.audits:
+    if not card.evidence.audits:
         raise RequestError("this server records no evidence for audits: start it with enable_audit: true", "is_audited")
 
 

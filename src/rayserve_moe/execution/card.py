@@ -18,7 +18,7 @@ from rayserve_moe.model.family_table import family_of, rules_of, spec_from_confi
 from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.requests.records import GateScale, IndexLayout, ModelCard
+from rayserve_moe.requests.records import GateScale, IndexLayout, ModelCard, PromptEvidence
 from rayserve_moe.text.tokenizer import Tokenizer
 
 
@@ -87,9 +87,7 @@ def model_card(
         index=_index_of(spec, replay) if replay.shows_index else None,
         gates=_gates_of(spec) if replay.shows_gates else None,
         hidden_size=spec.hidden_size if replay.shows_hidden else 0,
-        audits=replay.audits,
-        state_layers=_state_layers(spec, replay),
-        state_size=spec.hidden_size,
+        evidence=PromptEvidence(replay.audits, _state_layers(spec, replay), spec.hidden_size),
         takes_forced_routing=experts is None or experts.selection != "balanced",
     )
 

@@ -334,6 +334,17 @@ class GateScale:
     """True if each gate is then multiplied by a learned factor of its expert."""
 
 
+class PromptEvidence(NamedTuple):
+    """Evidence about tokens of prompts that the steps of a server compute."""
+
+    audits: bool = False
+    """True if the server was started for audits."""
+    state_layers: tuple[int, ...] = ()
+    """Layers whose inputs are returned; empty if they do not leave the devices."""
+    state_size: int = 0
+    """Length of such an input."""
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """Properties of the served model for the layers above the engine."""
@@ -348,12 +359,7 @@ class ModelCard:
     path: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
-    audits: bool = False
-    """True if the server was started for audits."""
-    state_layers: tuple[int, ...] = ()
-    """Layers whose inputs are returned; empty if they do not leave the devices."""
-    state_size: int = 0
-    """Length of such an input."""
+    evidence: PromptEvidence = PromptEvidence()
     logprobs_mode: str = PROCESSED
     max_constraint_bytes: int = MAX_CONSTRAINT_BYTES
     """Maximum bytes of a schema, an expression or a grammar of a request."""

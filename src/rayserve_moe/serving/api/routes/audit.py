@@ -47,7 +47,7 @@ def audit_router(state: ApiState) -> APIRouter:
     @router.post("/audit", **takes(AuditBody, *GENERATION, 501))
     async def audit(request: Request) -> Response:
         body = await read_body(request, AuditBody, admission=state.admission)
-        if not state.card.audits:
+        if not state.card.evidence.audits:
             raise ApiError(501, _NOT_AUDITED, code="not_implemented")
         return json_answer(await while_connected(request.receive, _audited(state, body)))
 
