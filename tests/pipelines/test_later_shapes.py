@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(checkpoint: Path, **settings: Any) -> Iterator[Engine]:
     """An engine whose programs only those of this file share, and a few shapes that it may begin without."""
     native = {"cpu_kernels": "native", "enable_return_routed_experts": True, "num_pages": 64}
-    sizes = {"max_running_requests": 16, "precompile_bs_paddings": [1, 4, 8, 16], "max_step_tokens": 64}
+    sizes = {"max_running_requests": 16, "precompile_bs_paddings": [1, 8, 16], "max_step_tokens": 64}
     kept = {"compile_cache": str(checkpoint.parent / "programs")}
     with shapes_of_users(), Engine(str(checkpoint), max_model_len=512, **sizes, **native, **kept, **settings) as engine:
         yield engine

@@ -1,7 +1,7 @@
 """Programs of engines in jax's own cache, which finds them by their text: a change compiles only what it changes.
 
-The package keeps programs by its source, finds them without tracing, and disables jax's cache while it compiles, since
-a program that came out of that cache cannot be kept. In tests both are used.
+The package keeps programs by its source, finds them without tracing, and disables jax's cache while it compiles: on
+CPUs a program that came out of that cache, and is written anew, fails when it is called. Here it is kept as jax has it.
 """
 
 from __future__ import annotations
@@ -10,47 +10,57 @@ import threading
 from contextlib import nullcontext
 from typing import Any
 
-import jax.monitoring
 import pytest
+from jax._src import compilation_cache
+from jax._src.lib import _jax
+from jax.experimental import serialize_executable
 
-from rayserve_moe.execution.programs import cache, compiled
+from rayserve_moe.execution.programs import compiled
 
-CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_Pickler = serialize_executable._JaxPjrtPickler
 
 
 class _Latest(threading.local):
-    """Whether the latest program of a thread came out of jax's cache."""
+    """The latest program of an engine in a thread, as jax's cache has it; None if it was compiled."""
 
-    is_hit = False
+    stored: bytes | None = None
+    is_engine = False
+    """Whether the thread compiles a program of an engine."""
 
 
 class SharedPrograms:
-    """While started, engines take programs from jax's cache as well, and keep only those that they compiled."""
+    """While started, engines take programs from jax's cache as well."""
 
     def __init__(self) -> None:
-        self._patch, self._latest = pytest.MonkeyPatch(), _Latest()
-        jax.monitoring.register_event_listener(self._note_hit)
+        self._patch = pytest.MonkeyPatch()
 
     def start(self) -> None:
         """Begin to share programs."""
-        optimized, keep = compiled.optimized, cache.KeptPrograms.keep
+        latest, optimized, extract = _Latest(), compiled.optimized, compilation_cache.extract_executable_and_time
+
+        def from_cache(entry: bytes) -> tuple[bytes, int]:
+            program, seconds = extract(entry)
+            if latest.is_engine:
+                latest.stored = program
+            return program, seconds
 
         def noted(*args: Any, **named: Any) -> Any:
-            self._latest.is_hit = False
-            return optimized(*args, **named)
+            latest.stored, latest.is_engine = None, True
+            try:
+                return optimized(*args, **named)
+            finally:
+                latest.is_engine = False
 
-        def keep_compiled(kept: cache.KeptPrograms, key: str, program: Any) -> None:
-            if not self._latest.is_hit:
-                keep(kept, key, program)
+        class Pickler(_Pickler):
+            def persistent_id(self, obj: object) -> Any:
+                is_program = isinstance(obj, (_jax.LoadedExecutable, _jax.Executable))
+                return ("exec", latest.stored) if is_program and latest.stored else super().persistent_id(obj)
 
+        self._patch.setattr(compilation_cache, "extract_executable_and_time", from_cache)
         self._patch.setattr(compiled, "optimized", noted)
-        self._patch.setattr(cache.KeptPrograms, "keep", keep_compiled)
+        self._patch.setattr(serialize_executable, "_JaxPjrtPickler", Pickler)
         self._patch.setattr(compiled, "without_cache_of_jax", nullcontext)
 
     def stop(self) -> None:
-        """Compile and keep programs as for users."""
+        """Compile programs as for users."""
         self._patch.undo()
-
-    def _note_hit(self, event: str, **_: Any) -> None:
-        if event == CACHE_HIT:
-            self._latest.is_hit = True

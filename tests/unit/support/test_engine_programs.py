@@ -49,20 +49,21 @@ def scaled(x: jax.Array, *, factor: float) -> jax.Array:
 
 
 @pytest.mark.usefixtures("programs_as_for_users", "own_cache_of_jax")
-def test_only_programs_that_were_compiled_are_kept(tmp_path: Path) -> None:
-    plan = plan_for(jax.devices()[:1])
+def test_programs_that_jax_has_are_kept_as_those_that_were_compiled(tmp_path: Path) -> None:
+    plan, shared = plan_for(jax.devices()[:1]), SharedPrograms()
     kept = cache.kept_programs(CompileSettings(str(tmp_path / "kept")), plan)
     assert kept is not None
     like = jax.ShapeDtypeStruct((3,), np.float32, sharding=plan.replicated())
-    shared = SharedPrograms()
+    array = jax.device_put(np.ones(3, np.float32), plan.replicated())
     shared.start()
     try:
         for name in ("compiled", "found"):
             with compiled.without_cache_of_jax():
-                program = compiled.optimized(jax.jit(partial(scaled, factor=3.0)).lower(like), plan)
-            kept.keep(name, program)
-            array = jax.device_put(np.ones(3, np.float32), plan.replicated())
-            np.testing.assert_allclose(program(array), 3 * np.sin(1.0), rtol=1e-6)
+                kept.keep(name, compiled.optimized(jax.jit(partial(scaled, factor=3.0)).lower(like), plan))
+            assert len(list((tmp_path / "jax").glob("jit_scaled-*"))) == 1
     finally:
         shared.stop()
-    assert kept.find("compiled") is not None and kept.find("found") is None
+    for name in ("compiled", "found"):
+        program = kept.find(name)
+        assert program is not None
+        np.testing.assert_allclose(program(array), 3 * np.sin(1.0), rtol=1e-6)
