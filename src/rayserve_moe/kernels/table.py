@@ -280,14 +280,6 @@ def _sparse_blocks(*, decode: Callable[..., jax.Array], prefill: Callable[..., j
     )
 
 
-def sparse_blocks(*, interpret: Any = False) -> AttentionKernels:
-    """Return block-sparse attention of TPUs by the paged kernel; `interpret` as in `sparse_latents`."""
-    return _sparse_blocks(
-        decode=partial(packed_blocks.attend_single_tokens, interpret=interpret),
-        prefill=partial(paged_attention.attend, interpret=interpret),
-    )
-
-
 BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
     "cpu": (
         Candidate(
@@ -298,7 +290,11 @@ BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
         Candidate("cpu_native", replace(CPU_NATIVE.attention, choose_blocks=index_call.choose_layer_blocks)),
     ),
     "tpu": (
-        Candidate("paged", sparse_blocks(), packed_blocks.unsupported_by_kernel),
+        Candidate(
+            "paged",
+            _sparse_blocks(decode=packed_blocks.attend_single_tokens, prefill=paged_attention.attend),
+            packed_blocks.unsupported_by_kernel,
+        ),
         Candidate(
             "paged to index_topk_blocks blocks, then xla",
             _sparse_blocks(decode=packed_blocks.attend_chosen_blocks, prefill=packed_blocks.attend_chosen_blocks),

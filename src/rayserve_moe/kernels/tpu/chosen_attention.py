@@ -76,20 +76,23 @@ def attend_prompts(  # noqa: PLR0913 (as `reference.attention.attend`)
     prompt is cut.
     """
     (num_blocks, num_queries, num_heads, _), positions_BQ = queries_BQHh.shape, places.positions_BQ
-    knobs: dict[str, Any] = {"config": config, "latent_width": latent_width, "interpret": interpret}
+    masked, copied = (
+        partial(attend, config=config, latent_width=latent_width, interpret=interpret)
+        for attend in (paged_attention.attend, attend_chosen)
+    )
     assert places.chosen_BQK is not None, "tokens are chosen"
     if not masked_until:
         row_lanes, top_k = kv_pages.shape[2], places.chosen_BQK.shape[2]
         masked_until = masked_tokens(num_heads, row_lanes, latent_width, top_k=top_k, interpret=interpret)
     if places.page_table_BP.shape[1] * kv_pages.shape[1] <= masked_until:
-        return paged_attention.attend(queries_BQHh, kv_pages, places, **knobs)
+        return masked(queries_BQHh, kv_pages, places)
     is_far_BQ = positions_BQ >= masked_until
 
     def attend_block(block: tuple[jax.Array, ...]) -> jax.Array:
         queries_QHh, table_P, positions_Q, chosen_QK = block
         tables_QP = jnp.broadcast_to(table_P, (num_queries, len(table_P)))
         tokens = BlockPlaces(tables_QP, positions_Q[:, None], chosen_BQK=chosen_QK[:, None])
-        return attend_chosen(queries_QHh[:, None], kv_pages, tokens, **knobs)[:, 0]
+        return copied(queries_QHh[:, None], kv_pages, tokens)[:, 0]
 
     def attend_far() -> jax.Array:
         far_BQ = jnp.where(is_far_BQ, positions_BQ, -1)
@@ -99,7 +102,7 @@ def attend_prompts(  # noqa: PLR0913 (as `reference.attention.attend`)
         return jnp.zeros((num_blocks, num_queries, num_heads, latent_width), queries_BQHh.dtype)
 
     near = places._replace(positions_BQ=jnp.where(is_far_BQ, -1, positions_BQ))
-    near_BQHv = paged_attention.attend(queries_BQHh, kv_pages, near, **knobs)
+    near_BQHv = masked(queries_BQHh, kv_pages, near)
     far_BQHv = jax.lax.cond(jnp.any(is_far_BQ), attend_far, nothing)
     return jnp.where(is_far_BQ[..., None, None], far_BQHv, near_BQHv)
 
