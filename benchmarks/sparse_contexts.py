@@ -62,26 +62,14 @@ CASES = {
         SparseCase("deepseek-v3.2", "v5p:2x4x4", 1, 8, 256),
         SparseCase("deepseek-v3.2", "v5p:4x4x4", 4, 4, 64),
         SparseCase("deepseek-v3.2", "v5p:4x4x4", 1, 4, 256),
-        SparseCase("deepseek-v3.2", "v5p:2x2x2", 4, 8, 16, "int8"),
-        SparseCase("deepseek-v3.2", "v5p:2x2x2", 4, 32, 64, "int8"),
-        SparseCase("deepseek-v3.2", "v6e:8x8", 8, 2, 16, "int8"),
         SparseCase("deepseek-v3.2", "v6e:8x8", 4, 4, 64, "int8"),
-        SparseCase("deepseek-v3.2", "v6e:8x8", 4, 16, 256, "int8"),
         SparseCase("deepseek-v3.2", "v6e:4x8", 8, 4, 16, "int8"),
-        SparseCase("deepseek-v3.2", "v6e:4x8", 8, 16, 64, "int8"),
-        SparseCase("deepseek-v3.2", "tpu7x:2x2x1", 4, 8, 16, "fp8"),
-        SparseCase("deepseek-v3.2", "tpu7x:2x2x2", 1, 4, 64, "fp8"),
         SparseCase("glm-5.2", "v5p:2x4x4", 4, 2, 16),
         SparseCase("glm-5.2", "v5p:2x4x4", 1, 2, 64),
-        SparseCase("glm-5.2", "v5p:2x4x4", 1, 8, 256),
-        SparseCase("glm-5.2", "v5p:4x4x4", 4, 4, 64),
-        SparseCase("glm-5.2", "v5p:4x4x4", 1, 4, 256),
-        SparseCase("glm-5.2", "v5p:2x2x2", 8, 16, 16, "int8"),
-        SparseCase("glm-5.2", "v6e:8x8", 4, 4, 64, "int8"),
         SparseCase("glm-5.2", "v6e:4x8", 8, 4, 16, "int8"),
     )
 }
-"""In bfloat16 where it fits; v5p:2x2x2, v6e:4x8 and tpu7x:2x2x1 are the smallest slices of their chips."""
+"""In bfloat16 where it fits; v6e:4x8 is the smallest slice of its chip that holds the models."""
 KEY = "sparse_contexts"
 RESULTS = Path(__file__).parent / "results" / "sparse_contexts.json"
 
