@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.kv_pool import read_wide, write_rows
 from rayserve_moe.kernels.operations import Kernels
-from rayserve_moe.model.layers.kinds import Mixer
-from rayserve_moe.model.model_config import ModelConfig, Pools, StepInputs
+from rayserve_moe.model.layers.kinds import LayerInputs, Mixer
+from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.state.kinds import ArraySpec, StateKind
@@ -84,19 +84,12 @@ def prepare(own: RunningMean, batch: TokenBatch, pools: Pools, *, config: ModelC
     return positions_TW, jnp.concatenate([jnp.arange(batch.num_singles), blocks_T])
 
 
-def apply(
-    own: RunningMean,
-    weights: dict[str, jax.Array],
-    rows: tuple[jax.Array, Pools],
-    inputs: StepInputs,
-    *,
-    layer: jax.Array,
-    config: ModelConfig,
-) -> tuple[jax.Array, Pools]:
+def apply(own: RunningMean, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
     """Keep the rows of a step's tokens, and take the mean of the last ones of each."""
-    (normed_TD, pools), (positions_TW, blocks_T) = rows, inputs.prepared[KIND]
+    (normed_TD, pools), (weights, step, layer, _) = rows, inputs
+    positions_TW, blocks_T = step.prepared[KIND]
     (pool,) = pools[KIND]
-    batch, first_page, _ = inputs.batch.of_layer(layer, pool, len(weights["out_LDD"]))
+    batch, first_page, _ = step.batch.of_layer(layer, pool, len(weights["out_LDD"]))
     pool = write_rows(pool, normed_TD, batch.kv_slots_T + first_page * pool.shape[1])
     is_there_TW, places_TW = positions_TW >= 0, jnp.maximum(positions_TW, 0)
     pages_TW = batch.page_table_BP[blocks_T[:, None], places_TW // pool.shape[1]] + first_page
