@@ -23,7 +23,7 @@ from rayserve_moe.rollouts.alignment import decode_answer, join_turns
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.batch_job import main
 from rayserve_moe.rollouts.client import BlockingRolloutClient
-from rayserve_moe.rollouts.records import gate_scale_of
+from rayserve_moe.rollouts.records import decisions_of
 from tests.http.conftest import assert_idle, served
 from tests.http.test_journal import RESUME, all_events, begin, pair_over, told_of
 from tests.support.engine.schedulers import some_reach
@@ -189,6 +189,25 @@ def test_a_container_has_gates_and_masks_as_arrays(client, sampled, wanted, kind
     same(first["meta_info"]["output_token_sampling_logprobs"], sampled["output_token_sampling_logprobs"])
 
 
+def test_tokens_have_their_masks_as_vllm_writes_them(client, sampled):
+    """Whole, in a stream with each token's own, and in a container."""
+    params = {"max_tokens": NUM_NEW, "temperature": 1.0, "top_k": 5, "seed": 7, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": params, "return_sampling_mask": True}
+    (choice,) = ask(client, TOKENS, **body)["choices"]
+    mask = sampled["output_token_sampling_mask"]
+    assert choice["sampling_mask"] == mask
+    same(choice["sampling_logprobs"], sampled["output_token_sampling_logprobs"])
+    events = [event["choices"][0] for event in stream(client, TOKENS, **body)]
+    assert [ids for event in events for ids in event["sampling_mask"]] == mask
+    assert all(len(event["sampling_mask"]) == len(event["token_ids"]) for event in events)
+    answer = client.post(TOKENS, json=body, headers={"accept": ROLLOUT_MEDIA_TYPE})
+    (choice,) = decode_rollout(answer.content)[0]["choices"]
+    assert choice["sampling_mask_counts"].tolist() == list(map(len, mask)) and "sampling_mask" not in choice
+    plain = ask(client, TOKENS, token_ids=PROMPT, sampling_params=params)["choices"][0]
+    assert plain["token_ids"] == [entry[1] for entry in sampled["output_token_logprobs"]]
+    assert "sampling_mask" not in plain
+
+
 def test_the_log_prob_of_the_policy_is_the_other_one_within_the_mask(engine, sampled):
     """Recomputed from the log-probs of the mask's ids: log-softmax over them."""
     for place, mask in enumerate(sampled["output_token_sampling_mask"]):
@@ -262,11 +281,11 @@ def test_a_job_keeps_all_parts_in_its_shards(server_url, tmp_path):
                 returns_mask=True,
             )
             ((again,),) = client.generate([request])
-            same(loaded.router_gates(sample), again.router_gates)
-            assert loaded.sampling_mask(sample).tolist() == again.sampling_mask.tolist()
-            same(loaded.sampling_logprobs[sample], again.sampling_logprobs)
-            assert loaded.drafted[sample].tolist() == [False] * NUM_NEW
-            assert gate_scale_of(loaded, sample) == again.gate_scale
+            kept = decisions_of(loaded, sample)
+            same(kept.router_gates, again.router_gates)
+            assert kept.sampling_mask.tolist() == again.sampling_mask.tolist()
+            same(kept.sampling_logprobs, again.sampling_logprobs)
+            assert kept.drafted.tolist() == [False] * NUM_NEW and kept.gate_scale == again.gate_scale
             np.testing.assert_array_equal(router_gates(trajectory_of([again])), again.router_gates)
 
 

@@ -210,7 +210,9 @@ WAYS: dict[str, dict[str, Any]] = {
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_native_kernels()
     directory = tmp_path_factory.mktemp("laws")
-    return with_prediction_layer(directory / "model", write_family(SCALED, directory / "plain", seed=5))
+    return with_prediction_layer(
+        directory / "model", write_family(SCALED, directory / "plain", seed=5, dtype="bfloat16")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +224,7 @@ def card(drafting: Path) -> ModelCard:
 def runner(drafting: Path) -> HostRunner:
     sizes = {**TWO_SHAPES, "precompile_bs_paddings": [WAY.num_rows * (1 + DRAFTS)], "cpu_kernels": "native"}
     drafted = {"speculative_algorithm": "NEXTN", "speculative_num_steps": DRAFTS}
-    on = {"enable_return_routed_experts": True, "enable_return_router_gates": True, "dtype": "float32"}
+    on = {"enable_return_routed_experts": True, "enable_return_router_gates": True, "dtype": "bfloat16"}
     return prepared_runner(drafting, **sizes, **drafted, **on, speculative_draft_model_path=str(drafting))
 
 

@@ -24,7 +24,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, IndexLayout, ModelCard, RoutedExperts, RoutingLayout
 from rayserve_moe.requests.results import ChoiceResult, DraftCounts, joined_ranges
 
-_NO_VALUES, NO_ENTRIES = np.zeros(0, np.float32), ragged([])
+NO_VALUES, NO_ENTRIES = np.zeros(0, np.float32), ragged([])
 MASK_COUNTS, MASK_IDS = "sampling_mask_counts", "sampling_mask_ids"
 """Arrays of a container: the number of ids that each output could have had, and these ids, output after output."""
 
@@ -94,7 +94,7 @@ def gate_fields(
         return {}
     if routing is None:
         return {"router_gates": None, "router_gates_info": None}
-    described = {"router_gates_info": gates.describe(routing, card.routing, card.gates)}
+    described = {"router_gates_info": gates.describe(routing, layout=card.routing, scale=card.gates)}
     if arrays is None:
         return {"router_gates": gates.encode(routing), **described}
     arrays["router_gates"] = gates.known_gates(routing)
@@ -189,7 +189,7 @@ def output_logprobs(result: ChoiceResult, *, num_top: int, listed_ids: Sequence[
 def prompt_column(result: ChoiceResult, name: str) -> tuple[int, np.ndarray]:
     """Return the first position and the values of a column of `PROBED_COLUMNS`; no values if there are none."""
     if result.prompt is None or name not in result.prompt.columns:
-        return 0, _NO_VALUES
+        return 0, NO_VALUES
     return result.prompt.starts[name], as_array(result.prompt.columns[name])
 
 
@@ -203,14 +203,19 @@ def _native_columns(request: GenerationRequest, result: ChoiceResult, arrays: di
     columns, written = result.columns, {}
     wanted = ((name, each) for name, each in OUTPUT_COLUMNS.items() if each.native and each.width(request) is not None)
     for name, each in wanted:
-        values = columns.get(name, NO_ENTRIES if each.is_ragged else _NO_VALUES)
-        if arrays is not None and isinstance(values, Ragged):
-            arrays |= {MASK_COUNTS: values.lengths, MASK_IDS: values.values}
-        else:
-            written[each.native] = values.tolist()
+        values = columns.get(name, NO_ENTRIES if each.is_ragged else NO_VALUES)
+        written |= column_fields(values, arrays, name=each.native)
     if request.return_sampling_mask:
         written["output_token_sampling_mask_length"] = len(columns.get("mask_ids", NO_ENTRIES))
     return written
+
+
+def column_fields(values: Values, arrays: dict[str, np.ndarray] | None, *, name: str) -> dict:
+    """Return a column as lists under `name`; with `arrays`, those of a container, sampling masks are put there."""
+    if arrays is None or not isinstance(values, Ragged):
+        return {name: values.tolist()}
+    arrays |= {MASK_COUNTS: values.lengths, MASK_IDS: values.values}
+    return {}
 
 
 def hidden_states(request: GenerationRequest, result: ChoiceResult) -> list | None:
@@ -234,7 +239,12 @@ def _layer_states(result: ChoiceResult, card: ModelCard) -> dict:
     if not len(states):
         return {}
     data = pybase64.b64encode(states.astype("<f4").tobytes()).decode()
-    facts = {"shape": list(states.shape), "dtype": "float32", "start": start, "layers": list(card.evidence.state_layers)}
+    facts = {
+        "shape": list(states.shape),
+        "dtype": "float32",
+        "start": start,
+        "layers": list(card.evidence.state_layers),
+    }
     return {"layer_states": {"data": data, **facts}}
 
 
@@ -330,10 +340,10 @@ def _native_logprobs(request: GenerationRequest, result: ChoiceResult, token_tex
     if request.num_top_logprobs and "input_token_logprobs" in fields:
         fields["input_top_logprobs"] = [] if start is None else [None, *map(entries, likeliest(of_prompt) or [])]
     if ids := request.logprob_token_ids:
-        found = _pairs(result.columns.get("listed_logprobs", _NO_VALUES), ids)
+        found = _pairs(result.columns.get("listed_logprobs", NO_VALUES), ids)
         fields |= {"output_token_ids_logprobs": list(map(entries, found))}
     if ids and "input_token_logprobs" in fields:
-        found = _pairs(of_prompt.get("listed_logprobs", _NO_VALUES), ids)
+        found = _pairs(of_prompt.get("listed_logprobs", NO_VALUES), ids)
         fields["input_token_ids_logprobs"] = [] if start is None else [None, *map(entries, found)]
     return fields
 

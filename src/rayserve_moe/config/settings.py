@@ -22,8 +22,7 @@ class ServerSettings:
     """HTTP front end."""
 
     api_key: str = ""
-    """Bearer token for every route except probes (`/health`, `/ready`) and the empty page `/experts`; empty disables
-    authentication."""
+    """Bearer token of all routes except probes (`/health`, `/ready`) and the empty page `/experts`; empty for none."""
     admin_api_key: str = ""
     """Bearer token for routes that affect all clients: weight updates, pauses, flushes, aborts of all requests. It is
     valid on all other routes too. If it is empty, `api_key` is valid on these routes."""
@@ -79,8 +78,7 @@ class SpeculationSettings:
     draft_model_path: str = _named("", "speculative_draft_model_path")
     """Path of the `EAGLE` or `EAGLE3` head, as `model_path`. `NEXTN` uses a layer of the checkpoint instead."""
     num_steps: int = _number(0, (0, 7), "speculative_num_steps")
-    """Maximum number of drafts of a sequence in one step; 0 is 7. Measured times choose 0, 1, 3, 5 or 7 drafts for each
-    step."""
+    """Maximum number of drafts of a sequence in a step; 0 is 7. Measured times choose 0, 1, 3, 5 or 7 for each step."""
     num_draft_tokens: int = _number(0, (0, MAX_DRAFTS + 1), "speculative_num_draft_tokens")
     """Rows verified per sequence: `speculative_num_steps` plus 1."""
     min_match: int = _number(2, (1, 64), "speculative_ngram_min_match_window_size")

@@ -89,9 +89,10 @@ def check_request(request: GenerationRequest, card: ModelCard, *, max_tokens: in
         )
     if total > max_tokens:
         raise RequestError(f"{total} tokens exceed the KV page pool of {max_tokens} tokens", "max_tokens")
-    _check_rows(request, card)
+    rows = request.return_routed_experts or request.return_indexer_topk or request.return_router_gates
     scores = request.logprob_token_ids or request.num_top_logprobs or request.score_prompt_from is not None
     for is_requested, check in (
+        (rows, _check_rows),
         (sampling.min_new_tokens or sampling.stop_strings_after, _check_ends),
         (sampling.logit_bias, _check_logit_bias),
         (sampling.allowed_token_ids, _check_allowed),

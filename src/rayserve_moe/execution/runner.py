@@ -36,7 +36,7 @@ from rayserve_moe.execution.programs.compiled import (
     first_shapes,
     launch_for,
 )
-from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, draft_sizes, served_model
+from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, captures_of, draft_sizes, served_model
 from rayserve_moe.execution.step.device_state import BlockInputSource, allocate, no_choices
 from rayserve_moe.execution.step.pack import PackedStep, Packer
 from rayserve_moe.execution.step.page_copies import no_copies
@@ -80,9 +80,8 @@ class HostRunner:
         self._mover = _mover_for(self.served)
         """Moves experts between slots; None on a server whose experts never move."""
         self._packer = _packer_for(self.served)
-        source = partial(
-            BlockInputSource, captures=self.served.captures, no_choices=cache(partial(no_choices, self.config))
-        )
+        replay, no_index = self.served.settings.replay, cache(partial(no_choices, self.config))
+        source = partial(BlockInputSource, captures=captures_of(replay), no_choices=no_index)
         self._block_inputs = {s: source(s, self.config) for s in self.served.shapes if s.num_blocks}
         self._state: DeviceState | None = None
         self._programs: CompiledPrograms | None = None

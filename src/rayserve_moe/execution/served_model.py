@@ -191,19 +191,13 @@ class ServedModel:
         """Return the number of a row's drafts that the draft model reads to draft further."""
         return self.settings.speculation.max_drafts - 1
 
-    @property
-    def captures(self) -> Captures:
-        """Return the decisions that steps return beside the routing."""
-        replay = self.settings.replay
-        return Captures(index=replay.shows_index, gates=replay.shows_gates)
-
     def step_config(self, num_pages: int) -> StepConfig:
         layer_pages = layer_pages_of(self._paged, self.pool.groups(num_pages))
         return StepConfig(
             self.config,
             self.settings.cache.page_size,
             self.settings.replay.enabled,
-            self.captures,
+            captures_of(self.settings.replay),
             layer_pages=layer_pages,
             max_drafts=self.settings.speculation.max_drafts,
             num_columns=num_columns(self.config),
@@ -240,6 +234,11 @@ class ServedModel:
             dtypes=(self.dtype, self.kv_dtype),
         )
         return replace(state, draft=own)
+
+
+def captures_of(replay: ReplaySettings) -> Captures:
+    """Return the decisions that steps return beside the routing."""
+    return Captures(index=replay.shows_index, gates=replay.shows_gates)
 
 
 def draft_sizes(served: ServedModel) -> tuple[int, ...]:

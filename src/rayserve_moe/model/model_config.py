@@ -60,8 +60,7 @@ class ForcedRouting(NamedTuple):
     """Experts of all MoE layers that replace the routers' choice for tokens in prefill blocks (`ForcedExperts`)."""
 
     ids_MXK: jax.Array
-    is_any: jax.Array
-    """Bool scalar: True if any entry is forced."""
+    """-1 for tokens left to the routers."""
     gates_MXK: jax.Array | None = None
     """Weights of these experts, float32, NaN for none; None if they cannot be forced."""
 
@@ -87,6 +86,8 @@ class StepInputs(NamedTuple):
     """Slots of the experts; None stands for expert i in slot i."""
     forced: ForcedRouting | None = None
     """Forced routing; None if it cannot be forced."""
+    is_forced: jax.Array | None = None
+    """Bool scalar: True if any of its entries is forced."""
     choices: ForcedChoices | None = None
     """Forced choices of an index, or None if they cannot be forced."""
     capacity: StepCapacity | None = None

@@ -90,14 +90,19 @@ def forward(  # noqa: PLR0913 (the options of a call)
     projections `sketch_DP` (float32) request `audit`.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
-    capacity = None
-    if config.experts.selection == "balanced":
-        forced = None
+    is_forced = capacity = None
+    if forced is not None and config.experts.selection != "balanced":
+        is_forced = jnp.any(forced.ids_MXK >= 0)
     if config.experts.limits_capacity:
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     inputs = step_inputs(batch, pools, config)._replace(
-        maps=maps, forced=forced, capacity=capacity, choices=forced_choices, sketch_DP=sketch_DP
+        maps=maps,
+        forced=forced,
+        is_forced=is_forced,
+        capacity=capacity,
+        choices=forced_choices,
+        sketch_DP=sketch_DP,
     )
     captured_runs, chosen_runs, entering = [], [], {}
     sketch_runs = [] if sketch_DP is None else [sketch_of(hidden_TD, sketch_DP)[None]]

@@ -152,7 +152,7 @@ class RequestedEvidence:
     """Ids whose log-probs are returned at every output."""
     return_entropy: bool = stated(False, FLAG, openai=None, vllm=None)
     """Return the entropy at every output."""
-    return_sampling_mask: bool = stated(False, FLAG, vllm=None)
+    return_sampling_mask: bool = stated(False, FLAG)
     """Return the sampling mask of every output, and log-probs within it."""
     logprobs_mode: str | None = stated(None, LOGPROBS_MODE)
     """Distribution of output log-probs: the sampled one before truncation (processed), or the model's own (raw)."""
@@ -337,6 +337,9 @@ class PromptEvidence(NamedTuple):
     """Length of such an input."""
 
 
+_NO_EVIDENCE = PromptEvidence()
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """Properties of the served model for the layers above the engine."""
@@ -351,7 +354,7 @@ class ModelCard:
     path: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
-    evidence: PromptEvidence = PromptEvidence()
+    evidence: PromptEvidence = _NO_EVIDENCE
     logprobs_mode: str = PROCESSED
     max_constraint_bytes: int = MAX_CONSTRAINT_BYTES
     """Maximum bytes of a schema, an expression or a grammar of a request."""

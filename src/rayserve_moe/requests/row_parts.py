@@ -43,7 +43,7 @@ def known_part(routing: RoutedExperts, name: str) -> np.ndarray | None:
     return values
 
 
-def parts_between(routing: RoutedExperts, first: int, last: int) -> dict[str, np.ndarray]:
+def parts_between(routing: RoutedExperts, first: int, *, last: int) -> dict[str, np.ndarray]:
     """Return the parts of the rows of positions `[first, last)`."""
     own = slice(max(0, first - routing.start), max(0, last - routing.start))
     return {name: values[own] for name, values in routing.parts.items()}

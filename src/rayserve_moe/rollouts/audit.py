@@ -20,7 +20,7 @@ from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.alignment import served_layout
 from rayserve_moe.rollouts.answers import Faulty, Unavailable, Unusable
 from rayserve_moe.rollouts.client import BlockingRolloutClient
-from rayserve_moe.rollouts.records import Rollouts, index_layout_of, load
+from rayserve_moe.rollouts.records import Rollouts, decisions_of, index_layout_of, load
 
 _CHANGES_LOGPROBS = {
     "temperature": 1.0,
@@ -109,7 +109,7 @@ def sample_body(rollouts: Rollouts, sample: int, layout: RoutingLayout, *, with_
     }
     if with_logprobs:
         body["logprobs"] = rollouts.logprobs[sample].tolist()
-    if (mask := rollouts.sampling_mask(sample)) is not None:
+    if (mask := decisions_of(rollouts, sample).sampling_mask) is not None:
         body["sampling_mask"] = mask.tolist()
     if routing.index is not None:
         body["forced_indexer_topk"] = _index_of(rollouts, sample, routing)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,6 @@ from rayserve_moe.replay.encoding.index import over_sparse_layers
 from rayserve_moe.replay.index_rows import unpacked_rows
 from rayserve_moe.requests.columns import Ragged
 from rayserve_moe.requests.records import GATES, INDEX, GateScale, IndexLayout, RoutedExperts
-from rayserve_moe.requests.row_parts import are_known
 from rayserve_moe.rollouts.schema import SCHEMA
 from rayserve_moe.rollouts.shards import ROLLOUTS, ShardError, altered_shards, damaged_shards, shard_files
 
@@ -102,24 +101,6 @@ class Rollouts:
         return list(_list_views(self.table["logprobs"]))
 
     @cached_property
-    def sampling_logprobs(self) -> list[np.ndarray | None]:
-        """float32 [output tokens] each: log-probs among the ids of the sampling masks; None without masks."""
-        return _optional(self.table["sampling_logprobs"])
-
-    @cached_property
-    def drafted(self) -> list[np.ndarray | None]:
-        """bool [output tokens] each: True for accepted drafts; None if they were not requested."""
-        return _optional(self.table["drafted"])
-
-    def sampling_mask(self, sample: int) -> Ragged | None:
-        """Return the ids that each output of a sample could have had, int32; None without masks."""
-        values = self.table["sampling_mask"][sample].values
-        if values is None:
-            return None
-        offsets = values.offsets.to_numpy()
-        return Ragged(np.diff(offsets), values.values.to_numpy()[offsets[0] : offsets[-1]])
-
-    @cached_property
     def routing(self) -> list[np.ndarray | None]:
         """Expert ids, uint8 or uint16 [prompt + output tokens - 1, MoE layers, k] each; None without routing.
 
@@ -158,17 +139,6 @@ class Rollouts:
         found = {INDEX: self._packed_index(sample), GATES: self._gates(sample, rows.shape)}
         parts = {name: values for name, values in found.items() if values is not None}
         return RoutedExperts(rows, 0, _ranges(missing), _ranges(source), _ranges(version), parts)
-
-    def router_gates(self, sample: int) -> np.ndarray | None:
-        """Return a sample's gates, float32 [N, MoE layers, k] in the order of rows; None without any.
-
-        Raises: ValueError if gates were altered, or are missing.
-        """
-        rows = self.routing[sample]
-        gates = None if rows is None else self._gates(sample, rows.shape)
-        if gates is not None and not (is_known := are_known(gates)).all():
-            raise ValueError(f"sample {sample}: gates of {np.count_nonzero(~is_known)} rows are missing")
-        return gates
 
     def _gates(self, sample: int, shape: tuple[int, ...]) -> np.ndarray | None:
         if "gates" not in self.table.column_names:
@@ -217,16 +187,35 @@ def index_layout_of(rollouts: Rollouts, sample: int) -> IndexLayout | None:
     return None if top_k is None else IndexLayout(tuple(own), tuple(sparse), top_k, block_size=size)
 
 
-def gate_scale_of(rollouts: Rollouts, sample: int) -> GateScale | None:
-    """Return the scale of a sample's gates; None without any."""
+class Decisions(NamedTuple):
+    """Decisions of a sample beside its rows; None for those that were not requested."""
+
+    router_gates: np.ndarray | None
+    """float32 [N, MoE layers, k] in the order of rows; NaN for a missing row."""
+    gate_scale: GateScale | None
+    sampling_mask: Ragged | None
+    """Ids that each output could have had, int32."""
+    sampling_logprobs: np.ndarray | None
+    """Log-probs of outputs among these ids, float32."""
+    drafted: np.ndarray | None
+    """True for outputs that were accepted drafts, bool."""
+
+
+def decisions_of(rollouts: Rollouts, sample: int) -> Decisions:
+    """Return the decisions of a sample. Raises ValueError if gates were altered."""
     names = ("gates_score", "gates_normalized", "gates_scale", "gates_expert_factors")
     score, is_normalized, scale, has_factors = (rollouts.table[name][sample].as_py() for name in names)
-    return None if score is None else GateScale(score, is_normalized, scale, has_factors)
-
-
-def _optional(column: pa.ChunkedArray) -> list[np.ndarray | None]:
-    each = (entry.values for entry in column)
-    return [None if values is None else values.to_numpy(zero_copy_only=False) for values in each]
+    routing, mask = rollouts.routed_experts(sample), rollouts.table["sampling_mask"][sample].values
+    if mask is not None:
+        offsets = mask.offsets.to_numpy()
+        mask = Ragged(np.diff(offsets), mask.values.to_numpy()[offsets[0] : offsets[-1]])
+    per_output = (rollouts.table[name][sample].values for name in ("sampling_logprobs", "drafted"))
+    return Decisions(
+        None if routing is None else routing.gates,
+        None if score is None else GateScale(score, is_normalized, scale, has_factors),
+        mask,
+        *(None if values is None else values.to_numpy(zero_copy_only=False) for values in per_output),
+    )
 
 
 def _list_views(column: pa.ChunkedArray) -> Iterator[np.ndarray]:

@@ -28,7 +28,7 @@ def demand_of(start: int, stop: int, *, probe: PromptProbe | None, forced: Route
         first, last = max(start, forced.start), min(stop, forced.start + len(forced.rows))
         if first < last:
             rows = forced.rows[first - forced.start : last - forced.start]
-            return ChunkDemand(start, RoutedExperts(rows, first, parts=parts_between(forced, first, last)))
+            return ChunkDemand(start, RoutedExperts(rows, first, parts=parts_between(forced, first, last=last)))
     return ChunkDemand(start) if probe is not None and probe.needs_block(start, stop) else None
 
 

@@ -56,7 +56,7 @@ def test_a_mask_is_the_ids_of_its_bits(num_words: int) -> None:
     bits = generator.integers(-(2**31), 2**31, (6, num_words)).astype(np.int32)
     bits[[1, 4]] = 0
     logprobs, places = generator.random(6, np.float32), np.array([5, 1, 0, 4])
-    columns = mask_columns(cast(Any, bits), cast(Any, logprobs), places)
+    columns = mask_columns(cast(Any, bits), cast(Any, logprobs), places=places)
     unpacked = np.unpackbits(bits[places].view(np.uint8), axis=1, bitorder="little")
     assert columns["mask_ids"].tolist() == [np.flatnonzero(row).tolist() for row in unpacked]
     assert columns["mask_logprobs"].tolist() == logprobs[places].tolist()

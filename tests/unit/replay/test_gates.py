@@ -30,20 +30,20 @@ def gated(count: int, **fields: Any) -> RoutedExperts:
 @given(st.integers(0, 6), st.integers(0, 9), st.booleans())
 def test_both_forms_return_what_was_written(count: int, start: int, in_container: bool):
     routing = gated(count, start=start)
-    info = gates.describe(routing, LAYOUT, SCALE)
+    info = gates.describe(routing, layout=LAYOUT, scale=SCALE)
     value = gates.known_gates(routing) if in_container else gates.encode(routing)
-    found = gates.with_gates(replace(routing, parts={}), value, info)
+    found = gates.with_gates(replace(routing, parts={}), value, info=info)
     np.testing.assert_array_equal(found.gates, routing.gates)
     assert gates.scale_in(info) == SCALE and info["missing"] == [] and info["start"] == start
 
 
 def test_missing_rows_are_reported_and_only_a_container_has_the_others():
     routing = gated(5, start=2, missing=((3, 5),))
-    info = gates.describe(routing, LAYOUT, SCALE)
+    info = gates.describe(routing, layout=LAYOUT, scale=SCALE)
     assert gates.encode(routing) is None and info["missing"] == [[3, 5]] and info["crc32"] is None
     with pytest.raises(ValueError, match="misses rows"):
-        gates.with_gates(routing, None, info)
-    found = gates.with_gates(replace(routing, parts={}), gates.known_gates(routing), info)
+        gates.with_gates(routing, None, info=info)
+    found = gates.with_gates(replace(routing, parts={}), gates.known_gates(routing), info=info)
     assert are_known(found.gates).tolist() == [True, False, False, True, True]
     np.testing.assert_array_equal(found.gates[[0, 3, 4]], routing.gates[[0, 3, 4]])
 
@@ -52,9 +52,9 @@ def test_rows_that_were_captured_without_gates_are_missing():
     """As in an answer that two servers gave, of which one captures none."""
     whole = gated(4)
     joined = joined_routing([routing_from(whole, 0), replace(gated(2, start=4), parts={})])
-    assert gates.describe(joined, LAYOUT, SCALE)["missing"] == [[4, 6]]
+    assert gates.describe(joined, layout=LAYOUT, scale=SCALE)["missing"] == [[4, 6]]
     turns = [replace(whole, parts={}), gated(2, start=4)]
-    assert gates.describe(join_turns(turns), LAYOUT, SCALE)["missing"] == [[0, 4]]
+    assert gates.describe(join_turns(turns), layout=LAYOUT, scale=SCALE)["missing"] == [[0, 4]]
     again = replace(gated(2, start=2), parts={GATES: np.ones((2, 2, 2), np.float32)})
     np.testing.assert_array_equal(join_turns([whole, again]).gates, whole.gates)
 
@@ -71,15 +71,15 @@ def test_rows_that_were_captured_without_gates_are_missing():
 )
 def test_gates_that_contradict_their_description_are_refused(changes: dict[str, Any], message: str):
     routing = gated(3)
-    info = gates.describe(routing, LAYOUT, SCALE) | changes
+    info = gates.describe(routing, layout=LAYOUT, scale=SCALE) | changes
     with pytest.raises(ValueError, match=message):
-        gates.with_gates(routing, gates.encode(routing), info)
+        gates.with_gates(routing, gates.encode(routing), info=info)
 
 
 @pytest.mark.parametrize("changes", [{"score": "tanh"}, {"scale": "1"}, {"normalized": 1}, {"expert_factors": None}])
 def test_a_description_without_its_scale_is_refused(changes: dict[str, Any]):
     with pytest.raises(ValueError, match="router_gates_info"):
-        gates.scale_in(gates.describe(gated(1), LAYOUT, SCALE) | changes)
+        gates.scale_in(gates.describe(gated(1), layout=LAYOUT, scale=SCALE) | changes)
 
 
 def test_forced_gates_are_read_in_both_forms():

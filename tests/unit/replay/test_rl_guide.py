@@ -53,7 +53,10 @@ def answer(routing: RoutedExperts) -> dict:
 def gated(routing: RoutedExperts) -> dict:
     layered = dataclasses.replace(routing, parts={"gates": np.full(routing.rows.shape, 0.25, np.float32)})
     scale = GateScale("softmax", is_normalized=True, scale=1.0)
-    return {"router_gates": gates.encode(layered), "router_gates_info": gates.describe(layered, LAYOUT, scale)}
+    return {
+        "router_gates": gates.encode(layered),
+        "router_gates_info": gates.describe(layered, layout=LAYOUT, scale=scale),
+    }
 
 
 def test_the_python_of_the_guide_runs():

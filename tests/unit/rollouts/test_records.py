@@ -14,7 +14,8 @@ import pytest
 from rayserve_moe.replay.index_rows import packed_index
 from rayserve_moe.requests.columns import ragged
 from rayserve_moe.requests.records import GateScale, IndexLayout, RoutedExperts, RoutingLayout
-from rayserve_moe.rollouts.records import Rollouts, gate_scale_of, index_layout_of, load
+from rayserve_moe.requests.row_parts import are_known
+from rayserve_moe.rollouts.records import Rollouts, decisions_of, index_layout_of, load
 from rayserve_moe.rollouts.schema import SCHEMA, Rollout
 from rayserve_moe.rollouts.shards import RolloutDirectory, shard_files
 
@@ -130,15 +131,14 @@ def test_gates_masks_and_drafts_come_back(tmp_path: Path) -> None:
     loaded = load(tmp_path)
     for sample in (0, 2):
         wanted = given[sample]
-        assert wanted.sampling_mask is not None and gate_scale_of(loaded, sample) == SCALE
-        assert loaded.sampling_mask(sample).tolist() == wanted.sampling_mask.tolist()
-        np.testing.assert_array_equal(loaded.sampling_logprobs[sample], wanted.sampling_logprobs)
-        np.testing.assert_array_equal(loaded.drafted[sample], wanted.drafted)
-    np.testing.assert_array_equal(loaded.router_gates(0), given[0].router_gates)
-    assert loaded.router_gates(1) is None and loaded.sampling_mask(1) is None and loaded.drafted[1] is None
-    assert gate_scale_of(loaded, 1) is None and given[2].router_gates is None
-    with pytest.raises(ValueError, match="sample 2: gates of 2 rows are missing"):
-        loaded.router_gates(2)
+        found = decisions_of(loaded, sample)
+        assert wanted.sampling_mask is not None and found.gate_scale == SCALE
+        assert found.sampling_mask.tolist() == wanted.sampling_mask.tolist()
+        np.testing.assert_array_equal(found.sampling_logprobs, wanted.sampling_logprobs)
+        np.testing.assert_array_equal(found.drafted, wanted.drafted)
+    np.testing.assert_array_equal(decisions_of(loaded, 0).router_gates, given[0].router_gates)
+    assert decisions_of(loaded, 1) == (None,) * 5 and given[2].router_gates is None
+    assert are_known(decisions_of(loaded, 2).router_gates).tolist() == [True, False, False] + [True] * 5
     altered = given[0].router_gates + 1
     place = loaded.table.schema.get_field_index("gates")
     raw = pa.chunked_array([[altered.tobytes(), None, altered.tobytes()]], pa.large_binary())

@@ -137,7 +137,7 @@ def _output(sampled: Sampled, out: ForwardOutput, *, config: StepConfig) -> Step
 def _forced_of_rank(blocks: BlockInputs) -> ForcedRouting:
     """Return the forced routing of a data rank, from its shard of the inputs."""
     ids_MXK, gates_NMXK = blocks.forced_NMXK[0], blocks.gates_NMXK
-    return ForcedRouting(ids_MXK, jnp.any(ids_MXK >= 0), None if gates_NMXK is None else gates_NMXK[0])
+    return ForcedRouting(ids_MXK, None if gates_NMXK is None else gates_NMXK[0])
 
 
 def _samples_of(step: DeviceInput) -> SampleInput:

@@ -91,13 +91,13 @@ def _columns(found: Mapping[str, Any], places: np.ndarray) -> Columns:
         if name == "top":
             columns |= _top(values, places)
         elif name == "mask":
-            columns |= mask_columns(*values, places)
+            columns |= mask_columns(*values, places=places)
         else:
             columns[name] = np.asarray(values)[places]
     return columns
 
 
-def mask_columns(bits_AW: jax.Array, logprobs_A: jax.Array, places: np.ndarray) -> Columns:
+def mask_columns(bits_AW: jax.Array, logprobs_A: jax.Array, *, places: np.ndarray) -> Columns:
     """Return the ids of set bits; only numbers with any are unpacked, which are few of a large vocabulary."""
     bits_NW = np.asarray(bits_AW)[places]
     rows, words = np.nonzero(bits_NW)

@@ -255,11 +255,11 @@ def _shared_expert(
 
 
 def _forced_of_layer(inputs: StepInputs, moe_layer: jax.Array) -> ForcedExperts | None:
-    if inputs.forced is None:
+    if inputs.forced is None or inputs.is_forced is None:
         return None
-    ids_MXK, is_any, gates_MXK = inputs.forced
+    ids_MXK, gates_MXK = inputs.forced
     gates_XK = None if gates_MXK is None else gates_MXK[moe_layer]
-    return ForcedExperts(ids_MXK[moe_layer].astype(jnp.int32), is_any, gates_XK)
+    return ForcedExperts(ids_MXK[moe_layer].astype(jnp.int32), inputs.is_forced, gates_XK)
 
 
 def _stacked_router(experts: dict[str, jax.Array], layer: jax.Array) -> StackedRouter:

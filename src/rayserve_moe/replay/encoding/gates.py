@@ -41,7 +41,7 @@ def encode(routing: RoutedExperts) -> str | None:
     return to_base64(gates.astype(DTYPE, copy=False)) if are_known(gates).all() else None
 
 
-def describe(routing: RoutedExperts, layout: RoutingLayout, scale: GateScale) -> dict[str, Any]:
+def describe(routing: RoutedExperts, *, layout: RoutingLayout, scale: GateScale) -> dict[str, Any]:
     """Return `router_gates_info`: shape, scale, checksum, missing rows and versions.
 
     The checksum covers the C-order bytes; it is None if a row is missing.
@@ -68,7 +68,7 @@ def checksum(gates: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(gates, DTYPE).tobytes())
 
 
-def with_gates(routing: RoutedExperts, value: object, info: Mapping[str, Any]) -> RoutedExperts:
+def with_gates(routing: RoutedExperts, value: object, *, info: Mapping[str, Any]) -> RoutedExperts:
     """Return the routing with the gates of its positions, from text or from the array of a container.
 
     Raises: ValueError if they do not match their description, do not cover the rows, or are null because some are
@@ -172,7 +172,7 @@ def extract_router_gates_from_meta_info(answer: Mapping) -> np.ndarray:
     if shape is None:
         raise ValueError("router_gates_info has no shape")
     rows = RoutedExperts(np.zeros(shape, np.uint8), int(info.get("start", 0)))
-    gates = gates_of(with_gates(rows, meta_info.get(NAME), info))
+    gates = gates_of(with_gates(rows, meta_info.get(NAME), info=info))
     if not are_known(gates).all():
         raise ValueError(f"router_gates misses rows: {info.get('missing')}")
     return gates

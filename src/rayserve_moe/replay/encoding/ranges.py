@@ -20,7 +20,7 @@ def routing_from(routing: RoutedExperts, start: int) -> RoutedExperts:
         missing=_ranges_from(routing.missing, start),
         source=_ranges_from(routing.source, start),
         weight_version=_ranges_from(routing.weight_version, start),
-        parts=parts_between(routing, start, routing.start + len(routing.rows)),
+        parts=parts_between(routing, start, last=routing.start + len(routing.rows)),
     )
 
 
@@ -34,7 +34,7 @@ def routing_until(routing: RoutedExperts, end: int) -> RoutedExperts:
         missing=_ranges_until(routing.missing, end),
         source=_ranges_until(routing.source, end),
         weight_version=_ranges_until(routing.weight_version, end),
-        parts=parts_between(routing, routing.start, end),
+        parts=parts_between(routing, routing.start, last=end),
     )
 
 

@@ -76,7 +76,7 @@ def with_gates_of(routing: RoutedExperts, part: Mapping) -> tuple[RoutedExperts,
     description = _field(part, "router_gates_info")
     if not isinstance(description, Mapping):
         return routing, None
-    return with_gates(routing, _field(part, "router_gates"), description), scale_in(description)
+    return with_gates(routing, _field(part, "router_gates"), info=description), scale_in(description)
 
 
 def with_index(routing: RoutedExperts, part: Mapping) -> tuple[RoutedExperts, IndexLayout | None]:

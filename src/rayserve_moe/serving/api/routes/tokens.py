@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayserve_moe.answers.native import error_of, prompt_column, stop_reason
+from rayserve_moe.answers.native import NO_ENTRIES, NO_VALUES, column_fields, error_of, prompt_column, stop_reason
 from rayserve_moe.requests.builder import build_request, param_names
 from rayserve_moe.requests.constraints import ConstraintFields
 from rayserve_moe.requests.fields import VLLM
@@ -184,7 +184,16 @@ class TokenWriter(Writer):
             else token_logprobs(delta, num_logprobs=num_logprobs, listed_ids=listed_ids),
             **self.routing.fields(choice, delta),
             **self.routing.index_fields(choice, delta),
+            **self._mask(choice, delta),
         }
+
+    def _mask(self, choice: int, delta: ChoiceResult) -> dict:
+        """Return `sampling_mask` as vLLM does and the outputs' log-probs within it; empty unless requested."""
+        columns, arrays = delta.columns, self.routing.arrays_of(choice)
+        if not self._request_of_choice[choice].return_sampling_mask:
+            return {}
+        mask, logprobs = columns.get("mask_ids", NO_ENTRIES), columns.get("mask_logprobs", NO_VALUES).tolist()
+        return {**column_fields(mask, arrays, name="sampling_mask"), "sampling_logprobs": logprobs}
 
     def _prompt_logprobs(self, results: Sequence[ChoiceResult]) -> dict:
         num_top = self._body.sampling_params.prompt_logprobs
