@@ -60,7 +60,8 @@ def native_answer(  # noqa: PLR0913 (what differs from call to call is by keywor
     meta_info |= _native_columns(request, result, arrays)
     if (states := hidden_states(request, result)) is not None:
         meta_info["hidden_states"] = states
-    meta_info |= _layer_states(result, card)
+    if request.return_layer_states:
+        meta_info |= _layer_states(result, card)
     if return_logprob:
         meta_info |= _native_logprobs(request, result, token_text or _no_text)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
