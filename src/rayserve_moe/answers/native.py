@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import pybase64
 
 from rayserve_moe.replay.encoding import (
     encode_index,
@@ -19,6 +18,7 @@ from rayserve_moe.replay.encoding import (
     routed_experts_info,
     routing_from,
 )
+from rayserve_moe.replay.encoding.wire_rows import to_base64
 from rayserve_moe.requests.columns import OUTPUT_COLUMNS, Columns, Ragged, Values, as_array, ragged
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, IndexLayout, ModelCard, RoutedExperts, RoutingLayout
@@ -239,7 +239,7 @@ def _layer_states(result: ChoiceResult, card: ModelCard) -> dict:
     start, states = prompt_column(result, "layer_states")
     if not len(states):
         return {}
-    data = pybase64.b64encode(states.astype("<f4").tobytes()).decode()
+    data = to_base64(states.astype("<f4"))
     facts = {
         "shape": list(states.shape),
         "dtype": "float32",

@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
         layout = _layout_of(client.model_info(), rollouts)
         for first in range(0, len(chosen), options.batch):
             batch = chosen[first : first + options.batch]
-            samples = [sample_body(rollouts, sample, layout, with_logprobs=with_logprobs) for sample in batch]
+            samples = [sample_body(rollouts, sample, layout=layout, with_logprobs=with_logprobs) for sample in batch]
             report = client.audit(
                 samples, tie_tolerance=options.tie_tolerance, logprob_tolerance=options.logprob_tolerance
             )
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if summary["verdict"] in PASSING else 1
 
 
-def sample_body(rollouts: Rollouts, sample: int, layout: RoutingLayout, *, with_logprobs: bool) -> dict[str, Any]:
+def sample_body(rollouts: Rollouts, sample: int, *, layout: RoutingLayout, with_logprobs: bool) -> dict[str, Any]:
     """Return a sample as an entry of `samples` of `/audit`.
 
     Raises: ValueError for a sample without rows, with missing rows, or of several weight versions.
