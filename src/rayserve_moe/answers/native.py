@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import pybase64
 
 from rayserve_moe.replay.encoding import (
     encode_index,
@@ -19,6 +18,7 @@ from rayserve_moe.replay.encoding import (
     routed_experts_info,
     routing_from,
 )
+from rayserve_moe.replay.encoding.wire_rows import to_base64
 from rayserve_moe.requests.columns import OUTPUT_COLUMNS, Columns, Ragged, Values, as_array, ragged
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, IndexLayout, ModelCard, RoutedExperts, RoutingLayout
@@ -60,7 +60,8 @@ def native_answer(  # noqa: PLR0913 (what differs from call to call is by keywor
     meta_info |= _native_columns(request, result, arrays)
     if (states := hidden_states(request, result)) is not None:
         meta_info["hidden_states"] = states
-    meta_info |= _layer_states(result, card)
+    if request.return_layer_states:
+        meta_info |= _layer_states(result, card)
     if return_logprob:
         meta_info |= _native_logprobs(request, result, token_text or _no_text)
     return {"text": result.text, "output_ids": list(result.token_ids), "meta_info": meta_info}
@@ -238,8 +239,13 @@ def _layer_states(result: ChoiceResult, card: ModelCard) -> dict:
     start, states = prompt_column(result, "layer_states")
     if not len(states):
         return {}
-    data = pybase64.b64encode(states.astype("<f4").tobytes()).decode()
-    facts = {"shape": list(states.shape), "dtype": "float32", "start": start, "layers": list(card.evidence.state_layers)}
+    data = to_base64(states.astype("<f4"))
+    facts = {
+        "shape": list(states.shape),
+        "dtype": "float32",
+        "start": start,
+        "layers": list(card.evidence.state_layers),
+    }
     return {"layer_states": {"data": data, **facts}}
 
 

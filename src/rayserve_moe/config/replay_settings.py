@@ -19,8 +19,7 @@ class ReplaySettings:
     """Routing that `/v1/completions` and `/v1/chat/completions` return by default: `nested` is the lists of vLLM's
     server flag, `off` none."""
     shows_gates: bool = _named(False, "enable_return_router_gates")
-    """Compile the capture of router gates, the weights of the chosen experts, into the steps and accept
-    `return_router_gates`. Host memory holds 4 bytes for each beside its expert's id, for every slot of the KV cache."""
+    """Compile the capture of router gates into the steps and accept `return_router_gates`: 4 host bytes per gate."""
     shows_index: bool = _named(False, "enable_return_indexer_topk")
     """Compile the capture of index rows of sparse attention into the steps and accept `return_indexer_topk`."""
     index_store_mib: int = _number(4096, (1, 1 << 22))

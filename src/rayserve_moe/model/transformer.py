@@ -93,16 +93,14 @@ def forward(  # noqa: PLR0913 (the options of a call)
     token has one.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
-    is_forced = capacity = None
-    if forced is not None and config.experts.selection != "balanced":
-        is_forced = jnp.any(forced.ids_MXK >= 0)
+    capacity = None
     if config.experts.limits_capacity:
         assert capacity_factor is not None, "slots with limited capacity need a factor"
         capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     inputs = step_inputs(batch, pools, config)._replace(
         maps=maps,
         forced=forced,
-        is_forced=is_forced,
+        is_forced=_is_forced(forced, config),
         capacity=capacity,
         choices=forced_choices,
         sketch_DP=sketch_DP,
@@ -122,10 +120,7 @@ def forward(  # noqa: PLR0913 (the options of a call)
         sketch_runs += [_in_layer_order(found.sketches)] if found.sketches else []
     hidden_TD = carry.hidden_TD + carry.added_TD
     routing = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *captured_runs)
-    with jax.named_scope("routing_capture"):
-        # A single operation for all layers replaces many small ones.
-        count = partial(count_tokens, num_experts=config.experts.router.num_experts)
-        counts_ME = jax.vmap(count, in_axes=(0, None))(routing.ids_TK, batch.valid_T)
+    counts_ME = _expert_counts(routing.ids_TK, batch.valid_T, config=config)
     tally_4 = None if routing.tally_4 is None else jnp.sum(routing.tally_4, axis=0, dtype=jnp.int32)
     entering[config.spec.num_layers] = hidden_TD
     chosen_ITK = jnp.concatenate(chosen_runs) if chosen_runs else None
@@ -134,6 +129,20 @@ def forward(  # noqa: PLR0913 (the options of a call)
     return ForwardOutput(
         hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK, routing.gates_TK, audit
     )
+
+
+def _is_forced(forced: ForcedRouting | None, config: ModelConfig) -> jax.Array | None:
+    """Return a bool scalar, True if any token is forced; None if routing cannot be forced."""
+    if forced is None or config.experts.selection == "balanced":
+        return None
+    return jnp.any(forced.ids_MXK >= 0)
+
+
+@jax.named_scope("routing_capture")
+def _expert_counts(ids_MTK: jax.Array, valid_T: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Return the valid tokens of each expert [M, E]; a single operation for all layers replaces many small ones."""
+    count = partial(count_tokens, num_experts=config.experts.router.num_experts)
+    return jax.vmap(count, in_axes=(0, None))(ids_MTK, valid_T)
 
 
 def _in_layer_order(of_period: tuple[Any, ...]) -> Any:

@@ -345,6 +345,9 @@ class PromptEvidence(NamedTuple):
     """Length of such an input."""
 
 
+_NO_EVIDENCE = PromptEvidence()
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """Properties of the served model for the layers above the engine."""
@@ -359,7 +362,7 @@ class ModelCard:
     path: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
     takes_forced_routing: bool = True
-    evidence: PromptEvidence = PromptEvidence()
+    evidence: PromptEvidence = _NO_EVIDENCE
     logprobs_mode: str = PROCESSED
     max_constraint_bytes: int = MAX_CONSTRAINT_BYTES
     """Maximum bytes of a schema, an expression or a grammar of a request."""

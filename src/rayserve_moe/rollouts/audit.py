@@ -20,7 +20,7 @@ from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.alignment import served_layout
 from rayserve_moe.rollouts.answers import Faulty, Unavailable, Unusable
 from rayserve_moe.rollouts.client import BlockingRolloutClient
-from rayserve_moe.rollouts.records import Rollouts, index_layout_of, load
+from rayserve_moe.rollouts.records import Rollouts, decisions_of, index_layout_of, load
 
 _CHANGES_LOGPROBS = {
     "temperature": 1.0,
@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
         layout = _layout_of(client.model_info(), rollouts)
         for first in range(0, len(chosen), options.batch):
             batch = chosen[first : first + options.batch]
-            samples = [sample_body(rollouts, sample, layout, with_logprobs=with_logprobs) for sample in batch]
+            samples = [sample_body(rollouts, sample, layout=layout, with_logprobs=with_logprobs) for sample in batch]
             report = client.audit(
                 samples, tie_tolerance=options.tie_tolerance, logprob_tolerance=options.logprob_tolerance
             )
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if summary["verdict"] in PASSING else 1
 
 
-def sample_body(rollouts: Rollouts, sample: int, layout: RoutingLayout, *, with_logprobs: bool) -> dict[str, Any]:
+def sample_body(rollouts: Rollouts, sample: int, *, layout: RoutingLayout, with_logprobs: bool) -> dict[str, Any]:
     """Return a sample as an entry of `samples` of `/audit`.
 
     Raises: ValueError for a sample without rows, with missing rows, or of several weight versions.
@@ -109,7 +109,7 @@ def sample_body(rollouts: Rollouts, sample: int, layout: RoutingLayout, *, with_
     }
     if with_logprobs:
         body["logprobs"] = rollouts.logprobs[sample].tolist()
-    if (mask := rollouts.sampling_mask(sample)) is not None:
+    if (mask := decisions_of(rollouts, sample).sampling_mask) is not None:
         body["sampling_mask"] = mask.tolist()
     if routing.index is not None:
         body["forced_indexer_topk"] = _index_of(rollouts, sample, routing)

@@ -196,13 +196,6 @@ class RolloutClient:
         """
         return await self.call("POST", "/experts/placement", body=placement)
 
-    async def audit(self, samples: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """Compare trajectories with what the server computes for them; return the report of `/audit`.
-
-        `samples` and `options` are the fields of its body. Raises Refused with status 409 for other weights.
-        """
-        return await self.call("POST", "/audit", body={"samples": list(samples), **options})
-
     async def flush(self) -> None:
         """Drop all cached prefixes. Raises Refused while requests run."""
         await self.call("POST", "/flush_cache", body={})
@@ -329,8 +322,11 @@ class BlockingRolloutClient:
         return self._run(self._client.place_experts(placement))
 
     def audit(self, samples: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """Call `RolloutClient.audit`."""
-        return self._run(self._client.audit(samples, **options))
+        """Compare trajectories with what the server computes for them; return the report of `/audit`.
+
+        `samples` and `options` are the fields of its body. Raises Refused with status 409 for other weights.
+        """
+        return self._run(self._client.call("POST", "/audit", body={"samples": list(samples), **options}))
 
     def flush(self) -> None:
         """Call `RolloutClient.flush`."""

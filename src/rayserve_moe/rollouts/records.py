@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -57,11 +57,6 @@ class Rollouts:
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
-
-    @classmethod
-    def of_batches(cls, batches: Sequence[pa.RecordBatch]) -> Self:
-        """Return the samples of record batches, which may lack columns."""
-        return cls(pa.Table.from_batches(batches))
 
     def __len__(self) -> int:
         return self.table.num_rows

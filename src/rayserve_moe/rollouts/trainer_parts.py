@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayserve_moe.rollouts.records import Rollouts
@@ -139,7 +140,7 @@ def _of_group(opened: pq.ParquetFile, group: int, wanted: Sequence[int]) -> Iter
     """Yield samples of a row group by their index in it, ascending."""
     first = 0
     for batch in opened.iter_batches(batch_size=_BATCH, row_groups=[group], columns=_COLUMNS, use_threads=False):
-        rollouts = Rollouts.of_batches([batch])
+        rollouts = Rollouts(pa.Table.from_batches([batch]))
         yield from ((rollouts, index - first) for index in wanted if first <= index < first + len(rollouts))
         first += len(rollouts)
 

@@ -6,7 +6,7 @@ This is the only place that turns plans into device input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,8 +50,8 @@ class PackedStep:
     """Forced routing, or None."""
     held: np.ndarray | None = None
     """Inputs of deferred samples, int32 [data ranks, 3, S] (`sample_held`); the vectors then have no samples."""
-    probed_places: np.ndarray = field(default_factory=lambda: np.zeros(0, np.intp))
-    """Index of each probed token among the tokens of all ranks."""
+    probed_places: np.ndarray | None = None
+    """Index of each probed token among the tokens of all ranks; None without a probe."""
     copies: tuple[np.ndarray, ...] = ()
     """Vectors of pages to copy after the step."""
 

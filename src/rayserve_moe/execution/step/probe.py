@@ -150,6 +150,7 @@ def probe_tokens(
 def probe_runs(work: TokenProbe, packed: PackedStep) -> Iterator[ProbeRun]:
     """Yield the runs for the probed tokens of a plan, in their order."""
     places = packed.probed_places
+    assert places is not None, "the plan has a probe"
     for first in range(0, len(places), MAX_PROBED):
         part = slice(first, first + MAX_PROBED)
         listed_PL = np.full((MAX_PROBED, MAX_LISTED_IDS), NO_ID, np.int32)

@@ -114,9 +114,9 @@ def _top(top_N2PJ: jax.Array, places: np.ndarray) -> Columns:
     return {"top_ids": ids, "top_logprobs": np.ascontiguousarray(bits).view(np.float32)}
 
 
-def _probed(output: StepOutput, *, places: np.ndarray) -> Columns:
+def _probed(output: StepOutput, *, places: np.ndarray | None) -> Columns:
     """Join the runs of a probe of the tokens at `places`; a token without a finite log-prob is not finite."""
-    if not output.probed:
+    if not output.probed or places is None:
         return {}
     runs: Sequence[Mapping[str, jax.Array]] = output.probed
     columns = {name: np.concatenate([np.asarray(run[name]) for run in runs])[: len(places)] for name in runs[0]}

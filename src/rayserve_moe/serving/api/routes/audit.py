@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pybase64
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +19,7 @@ from starlette.responses import Response
 from rayserve_moe.answers.native import prompt_column
 from rayserve_moe.replay.audit import AuditReport, Claim, Scored, Tolerances, judge, needs_free_pass, worst
 from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_index
+from rayserve_moe.replay.encoding.wire_rows import to_base64
 from rayserve_moe.replay.sketches import NUM_PROJECTIONS, SEED
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RoutedExperts, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
@@ -212,7 +212,7 @@ def _finite(value: float | None) -> float | None:
 
 def _sketches(values: np.ndarray) -> dict[str, Any]:
     """Return sketches [T, layers + 1, P] as base64 of little-endian float32."""
-    data = pybase64.b64encode(values.astype("<f4").tobytes()).decode()
+    data = to_base64(values.astype("<f4"))
     return {"data": data, "shape": list(values.shape), "dtype": "float32", "seed": SEED}
 
 
