@@ -65,7 +65,7 @@ class GroupExecutor:
             timeout_s=lambda: self._settings.updates.staging_timeout_s,
             on_change=self._report_loss,
         )
-        self.tensors = self.sources.tensors
+        self.tensors, self.adapters = self.sources.tensors, self.sources.adapters
         self._standbys = Standbys()
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
@@ -218,7 +218,7 @@ class GroupExecutor:
         self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._report_loss, given_up=self._given_up)
         report = group.start(serving, enter=self._clock.enter)
         self.sources.settle()
-        self.tensors.add_adapters_again()
+        self.adapters.add_again()
         self.layout = self._places.serve(report)
         if self._cluster.standby_workers:
             self._standbys.start_soon(

@@ -61,6 +61,7 @@ class WeightSources:
         self.tensors = GroupTensors(
             workers, timeout_s=timeout_s, on_finish=self.record_sent, on_keep=self.keep, shares=shares
         )
+        self.adapters = GroupAdapters(self.tensors)
 
     @property
     def offered(self) -> tuple[KeptShare, ...]:
@@ -146,6 +147,34 @@ class WeightSources:
                     self.waiting = self.waiting.kept_at(kept, token)
 
 
+class GroupAdapters:
+    """An `engine.executor.AdapterHosts` of the hosts that receive `tensors`."""
+
+    def __init__(self, tensors: GroupTensors) -> None:
+        self._tensors = tensors
+        self._held: dict[str, SentAdapter] = {}
+        """By key."""
+
+    def add(self, key: str, adapter: SentAdapter) -> None:
+        self._held[key] = adapter  # hosts that replace others meanwhile receive it too
+        try:
+            self._tensors.check(self._tensors.ask(ADD_ADAPTER, key, ray.put(adapter.body)))
+        except (WeightsRefusedError, ExecutorFailure):
+            self._held.pop(key, None)
+            raise
+
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._held.pop(key, None)
+        if keys:
+            self._tensors.ask(DROP_ADAPTERS, list(keys))
+
+    def add_again(self) -> None:
+        """Give new hosts the adapters that the former hosts held. Raises ExecutorFailure if a host is lost."""
+        for key, adapter in list(self._held.items()):
+            self.add(key, adapter)
+
+
 POLL_S = 0.005
 """Interval for asking the hosts whether they have staged a bucket."""
 DROP_TIMEOUT_S = 10.0
@@ -171,30 +200,9 @@ class GroupTensors:
         self._workers, self._timeout_s, self._shares = workers, timeout_s, shares
         self._on_finish, self._on_keep = on_finish, on_keep
         self.sent_bytes: list[int] = []
-        self._adapters: dict[str, SentAdapter] = {}
-        """Adapters that the hosts hold, by key."""
-
-    def add_adapter(self, key: str, adapter: SentAdapter) -> None:
-        self._adapters[key] = adapter  # hosts that replace others meanwhile receive it too
-        try:
-            self._check(self._ask(ADD_ADAPTER, key, ray.put(adapter.body)))
-        except (WeightsRefusedError, ExecutorFailure):
-            self._adapters.pop(key, None)
-            raise
-
-    def drop_adapters(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._adapters.pop(key, None)
-        if keys:
-            self._ask(DROP_ADAPTERS, list(keys))
-
-    def add_adapters_again(self) -> None:
-        """Give new hosts the adapters that the former hosts held. Raises ExecutorFailure if a host is lost."""
-        for key, adapter in list(self._adapters.items()):
-            self.add_adapter(key, adapter)
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:
-        self._check(self._ask(BEGIN, expert_of_slot))
+        self.check(self.ask(BEGIN, expert_of_slot))
 
     def stage(self, tensors: Sequence[SentTensor]) -> None:
         wanted = self.wanted([(tensor.name, tensor.shape) for tensor in tensors])
@@ -202,8 +210,8 @@ class GroupTensors:
         self.stage_shares(SentShares(objects, sizes))
 
     def wanted(self, heads: Heads) -> list[list[WantedTensor]]:
-        shares = self._ask(WANTED, heads)
-        self._check([share if isinstance(share, str) else "" for share in shares])
+        shares = self.ask(WANTED, heads)
+        self.check([share if isinstance(share, str) else "" for share in shares])
         return shares
 
     def stage_shares(self, shares: SentShares) -> None:
@@ -222,14 +230,14 @@ class GroupTensors:
 
     def merge(self, adapter: SentAdapter) -> float:
         body = ray.put(adapter.body)
-        self._ask(MERGE, body)
+        self.ask(MERGE, body)
         reach("merging", self)
         self._wait()
-        return max(self._ask(ROUNDING))
+        return max(self.ask(ROUNDING))
 
     def finish(self) -> None:
         token = secrets.token_hex(8) if self._shares else ""
-        self._ask(FINISH, token)
+        self.ask(FINISH, token)
         self._wait()
         self._on_finish(self.places(token) if token else [])
 
@@ -238,13 +246,13 @@ class GroupTensors:
 
     def share_serving(self, token: str) -> list[SharePlace | None]:
         """Make the hosts share the serving weights under a token; return the locations as `places` does."""
-        self._ask(KEEP, token)
+        self.ask(KEEP, token)
         self._wait()
         return self.places(token)
 
     def places(self, token: str) -> list[SharePlace | None]:
         """Return each host's open share of the weights `token`; None for a host that has none."""
-        return self._ask(SHARE, token)
+        return self.ask(SHARE, token)
 
     def drop(self) -> None:
         with suppress(RayError):  # A lost host is noticed by its steps.
@@ -257,18 +265,19 @@ class GroupTensors:
             if time.monotonic() > deadline:
                 raise too_late(self._timeout_s())
             time.sleep(POLL_S)
-        self._check(outcomes)
+        self.check(outcomes)
 
     def _outcomes(self) -> list[str | None]:
         with self._failing():
             return ray.get([worker.staging_outcome.remote() for worker in self._workers()], timeout=self._timeout_s())
 
-    def _ask(self, call: str, *arguments: Any) -> list[Any]:
+    def ask(self, call: str, *arguments: Any) -> list[Any]:
+        """Return the hosts' answers to a call. Raises ExecutorFailure if a host is lost."""
         with self._failing():
             calls = [worker.take_tensors.remote(call, *arguments) for worker in self._workers()]
             return ray.get(calls, timeout=self._timeout_s())
 
-    def _check(self, refusals: Sequence[str | None]) -> None:
+    def check(self, refusals: Sequence[str | None]) -> None:
         """Raise WeightsRefusedError with the first host's refusal, if any."""
         for host_id, refusal in enumerate(refusals):
             if refusal:

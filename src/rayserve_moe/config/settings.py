@@ -351,10 +351,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True)
 class LoggingSettings:
-    """Log lines of the replica, its workers and the rollout job.
-
-    An in-process engine leaves logging to the application.
-    """
+    """Log lines of the replica, its workers and the rollout job; an in-process engine leaves that to its user."""
 
     level: str = _choice("info", "debug", "warning", "error", key="log_level")
     """Minimum level of log lines."""

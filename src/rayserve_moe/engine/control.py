@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rayserve_moe.config.given_files import is_url
-from rayserve_moe.engine.adapters import AdapterTable
+from rayserve_moe.engine.adapters import AdapterTable, with_key
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
 from rayserve_moe.engine.cycle import NO_ROWS, StepCycle
 from rayserve_moe.engine.eplb.steps import EplbSteps
@@ -32,7 +32,7 @@ from rayserve_moe.engine.updates.orders import (
 )
 from rayserve_moe.engine.updates.tensors import BetweenSteps, TensorUpdates
 from rayserve_moe.requests.finish_reason import FinishReason
-from rayserve_moe.requests.records import ModelCard, RequestError, WeightsRefusedError
+from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.scheduling.recovery import add_choices
 from rayserve_moe.scheduling.scheduler import unfinished
 from rayserve_moe.scheduling.sequence import Sequence
@@ -253,6 +253,16 @@ def following_version(control: EngineControl) -> str:
 def aborted(control: EngineControl, sequences: Iterable[Sequence]) -> Future[None]:
     """Abort choices, from any thread; the future is done once they have ended."""
     return control._commands.call(partial(control.end, sequences, ABORTED))
+
+
+def keyed(control: EngineControl, request: GenerationRequest) -> GenerationRequest:
+    """Return a request with the key of its adapter, from any thread.
+
+    Raises: UnknownAdapterError if its adapter is not loaded.
+    """
+    loads = control.adapters
+    with control._commands.lock:
+        return with_key(request, loads.table if loads else None, merged=control.adapter)
 
 
 def _since(started: float) -> float:

@@ -74,23 +74,29 @@ class TensorReceiver(Protocol):
         """Have every host lay out the staged weights; tensors that were not sent keep their current weights."""
         ...
 
-    def add_adapter(self, key: str, adapter: SentAdapter) -> None:
-        """Have every host hold an adapter beside the weights, under a key that plans may name from now on.
-
-        Hosts that are replaced later receive it again, until it is dropped.
-        """
-        ...
-
-    def drop_adapters(self, keys: Sequence[str]) -> None:
-        """Have every host drop adapters from host memory."""
-        ...
-
     def keep(self) -> None:
         """Keep the current weights for hosts that start later, unless they are kept already. Experts must not move."""
         ...
 
     def drop(self) -> None:
         """Drop the update."""
+        ...
+
+
+class AdapterHosts(Protocol):
+    """Hosts that hold adapters beside the weights, used beside the steps, one call at a time."""
+
+    def add(self, key: str, adapter: SentAdapter) -> None:
+        """Have every host hold an adapter under a key that plans may name from now on.
+
+        Hosts that are replaced later receive it again, until it is dropped.
+
+        Raises: WeightsRefusedError if a host cannot use it, ExecutorFailure if a host is lost.
+        """
+        ...
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Have every host drop adapters from host memory. Raises: ExecutorFailure if a host is lost."""
         ...
 
 
@@ -125,6 +131,11 @@ class Executor(Protocol):
     @property
     def tensors(self) -> TensorReceiver:
         """Return the receiver of sent weights."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterHosts:
+        """Return the hosts' adapters; only on a server with `max_loras`."""
         ...
 
     def release(self) -> None:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from rayserve_moe.balancing.planning import LocalPlanner, Planner, PlanningConfig, planning_config
+from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.config.derive import max_live_requests, prefill_chunk_tokens, verify_rows
-from rayserve_moe.config.settings import Settings, SpeculationSettings
+from rayserve_moe.config.settings import ClusterSettings, Settings, SpeculationSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
-from rayserve_moe.engine.adapters import AdapterTable, with_key
+from rayserve_moe.engine.adapters import AdapterTable
 from rayserve_moe.engine.admission import Capacity, check_request, sequences_of
 from rayserve_moe.engine.command_queue import CommandQueue, EngineStoppedError
-from rayserve_moe.engine.control import ABORTED, EngineControl, replace_lost
+from rayserve_moe.engine.control import ABORTED, EngineControl, keyed, replace_lost
 from rayserve_moe.engine.cycle import SteadyPace, StepCycle
 from rayserve_moe.engine.eplb.control import EplbControl
 from rayserve_moe.engine.eplb.steps import EplbSteps, eplb_steps_for
@@ -66,8 +67,7 @@ class EngineLoop:
         self._executor, self._settings = executor, settings
         self.constraints = constraints
         """Compiles the constraints of requests; closed with the loop."""
-        bounds = RebuildBounds(settings.cluster.max_rebuilds_in_10_minutes, settings.cluster.max_rebuilds_in_hour)
-        self.recovery = None if rebuilder is None else Recovery(rebuilder, bounds)
+        self.recovery = None if rebuilder is None else _recovery_for(rebuilder, settings.cluster)
         """Replaces lost hosts; None without a rebuilder."""
         self._commands = CommandQueue()
         self._state = _ThreadState()
@@ -80,9 +80,6 @@ class EngineLoop:
         )
         scheduler = scheduler_for(settings, card, started=self.start_report)
         capture = capture_for(scheduler, card, num_pages=self.start_report.num_pages) if card.returns_routing else None
-        adapters = None
-        if settings.adapters.num_slots:
-            adapters = AdapterTable(settings.adapters, scheduler.table, keys_in_use=lambda: self._outputs.adapters)
         self._cycle = cycle_with(
             scheduler,
             executor,
@@ -90,7 +87,7 @@ class EngineLoop:
             speculation=speculation_for(settings.speculation, scheduler, card=card),
             capture=capture,
             losses=None if self.recovery is None else StepLosses(self.recovery, scheduler),
-            adapters=adapters,
+            adapters=_adapters_for(settings.adapters, scheduler, keys_in_use=lambda: self._outputs.adapters),
             overlaps=settings.scheduler.overlap_steps,
         )
         self._outputs = OutputDispatch(
@@ -140,7 +137,7 @@ class EngineLoop:
         with self._commands.lock:
             self._commands.check_open()
             self.capacity.check()
-            request = self.keyed(request)
+            request = keyed(self.control, request)
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")
             sequences = sequences_of(request, self.card, guides=guides)
@@ -149,12 +146,6 @@ class EngineLoop:
             self._outputs.add(sequences, sink)
             self._commands.post(lambda: self.control.admit(sequences, resumes=bool(committed)))
         return sequences
-
-    def keyed(self, request: GenerationRequest) -> GenerationRequest:
-        """Return a request with the key of its adapter. Raises: UnknownAdapterError if that is not loaded."""
-        loads = self.control.adapters
-        with self._commands.lock:
-            return with_key(request, loads.table if loads else None, merged=self.control.adapter)
 
     def abort(self, choices: Iterable[Sequence]) -> None:
         """End the unfinished choices among `choices` with finish reason `abort`."""
@@ -329,6 +320,17 @@ def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) 
         verify_rows=verify_rows(scheduler, settings.speculation),
     )
     return Scheduler(limits, weight_version=card.weight_version)
+
+
+def _adapters_for(
+    settings: AdapterSettings, scheduler: Scheduler, *, keys_in_use: Callable[[], Collection[str]]
+) -> AdapterTable | None:
+    return AdapterTable(settings, scheduler.table, keys_in_use=keys_in_use) if settings.num_slots else None
+
+
+def _recovery_for(rebuilder: Rebuilder, cluster: ClusterSettings) -> Recovery:
+    bounds = RebuildBounds(cluster.max_rebuilds_in_10_minutes, cluster.max_rebuilds_in_hour)
+    return Recovery(rebuilder, bounds)
 
 
 def capture_for(scheduler: Scheduler, card: ModelCard, *, num_pages: int) -> RoutingCapture:

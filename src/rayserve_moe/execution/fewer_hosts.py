@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.execution.memory import bytes_on_device, memory_available, rounded_down
-from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, served_model
+from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, beside_weights, served_model
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for, platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -81,4 +81,4 @@ def pages_beside_copies(served: ServedModel, num_pages: int, *, num_copies: int,
 
 def _held(served: ServedModel) -> int:
     """Return the bytes of a device's share of the weights and of its staging area."""
-    return bytes_on_device(served.weights) + bytes_on_device(served.beside_weights)
+    return bytes_on_device(served.weights) + bytes_on_device(beside_weights(served))

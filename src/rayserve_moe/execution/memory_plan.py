@@ -8,7 +8,7 @@ import jax
 
 from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.execution.memory import bytes_on_device, memory_total, rounded_down, spare_bytes
-from rayserve_moe.execution.served_model import ServedModel
+from rayserve_moe.execution.served_model import ServedModel, beside_weights
 from rayserve_moe.parallel.mesh import platform_of
 
 GB = 1e9
@@ -35,7 +35,7 @@ class MemoryPlan:
 
 def memory_plan(served: ServedModel, *, free: int) -> MemoryPlan:
     """Return the memory of a model on a device with `free` bytes."""
-    weights, staging = bytes_on_device(served.weights), bytes_on_device(served.beside_weights)
+    weights, staging = bytes_on_device(served.weights), bytes_on_device(beside_weights(served))
     left = max(0, free - weights - staging)
     if platform_of(served.config.plan.mesh) == "cpu":
         left = rounded_down(left)

@@ -293,7 +293,7 @@ class HostRunner:
         device_s = time.perf_counter() - started
         failed_fetch = None if self._mover is None else self._mover.failed_fetch
         result = step_result(output, packed=packed, pack_s=pack_s, device_s=device_s, failed_fetch=failed_fetch)
-        return result if later.drafting is None else with_drafts(result, output, later.drafting)
+        return result if later.drafting is None else with_drafts(result, output, drafting=later.drafting)
 
     def _run_each_once(self) -> None:
         """Run a real step of every shape on page 0, which belongs to no sequence, then reset the expert counts."""
@@ -349,7 +349,7 @@ def _mover_for(served: ServedModel) -> MigrationRunner | None:
 
 
 def _adapters_for(served: ServedModel, rules: Mapping[str, str]) -> HostAdapters | None:
-    return None if served.adapters is None else HostAdapters(served, rules=rules)
+    return HostAdapters(served, rules=rules) if served.settings.adapters.num_slots else None
 
 
 def _packer_for(served: ServedModel) -> Packer:

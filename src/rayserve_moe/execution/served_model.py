@@ -96,8 +96,7 @@ class ServedModel:
     """Layout derived from settings, model and mesh; the devices may belong to a topology that is not present.
 
     `placement` is the initial placement of experts. `shapes` are the step shapes to compile, those without adapters
-    first. Weights, staging area and
-    state are shapes with shardings.
+    first. Weights, staging area and state are shapes with shardings.
     """
 
     settings: RunnerSettings
@@ -172,28 +171,9 @@ class ServedModel:
         return replace(shapes, draft=None if self.draft is None else draft_shapes(self.draft, dtype=self.dtype))
 
     @cached_property
-    def adapters(self) -> AdapterStacks | None:
-        """Return the resident adapters; None on a server without."""
-        return self._adapter_shapes(self.settings.adapters.num_slots) if self.settings.adapters.num_slots else None
-
-    @cached_property
-    def single_adapter(self) -> AdapterStacks:
-        """Return the shapes of an adapter."""
-        return self._adapter_shapes(None)
-
-    def _adapter_shapes(self, num_slots: int | None) -> AdapterStacks:
-        tree, rank = parameter_tree(self.config, dtype=self.dtype), self.settings.adapters.compiled_rank
-        return adapter_shapes(tree, self.config, dtype=self.dtype, rank=rank, num_slots=num_slots)
-
-    @cached_property
     def staging(self) -> SlotArrays | None:
         """Return the staging area for moving experts, or None if they never move."""
         return staging_shapes(self.config, dtype=self.dtype) if self.moves_experts else None
-
-    @property
-    def beside_weights(self) -> tuple[SlotArrays | None, AdapterStacks | None]:
-        """Return what the devices hold beside weights and state."""
-        return self.staging, self.adapters
 
     def num_pages_within(self, free: int) -> int:
         """Return the pages of a data rank if a device has `free` bytes beside weights and staging area.
@@ -263,6 +243,27 @@ class ServedModel:
 def captures_of(replay: ReplaySettings) -> Captures:
     """Return the decisions that steps return beside the routing."""
     return Captures(index=replay.shows_index, gates=replay.shows_gates)
+
+
+def resident_adapters(served: ServedModel) -> AdapterStacks | None:
+    """Return the shapes of the resident adapters; None on a server without."""
+    num_slots = served.settings.adapters.num_slots
+    return _adapter_shapes(served, num_slots) if num_slots else None
+
+
+def single_adapter(served: ServedModel) -> AdapterStacks:
+    """Return the shapes of an adapter."""
+    return _adapter_shapes(served, None)
+
+
+def beside_weights(served: ServedModel) -> tuple[SlotArrays | None, AdapterStacks | None]:
+    """Return what the devices hold beside weights and state."""
+    return served.staging, resident_adapters(served)
+
+
+def _adapter_shapes(served: ServedModel, num_slots: int | None) -> AdapterStacks:
+    tree, rank = parameter_tree(served.config, dtype=served.dtype), served.settings.adapters.compiled_rank
+    return adapter_shapes(tree, served.config, dtype=served.dtype, rank=rank, num_slots=num_slots)
 
 
 def draft_sizes(served: ServedModel) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights.adapters import HostAdapters
 from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
+from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.inprocess.arguments import INDEX_FORM, Prompts, prompts_from, requests_from, single_prompt_from
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
 from rayserve_moe.parallel.mesh import local_devices, plan_for
@@ -275,12 +276,8 @@ class Engine:
 class LocalTensors:
     """Tensor staging within this process; implements `engine.executor.TensorReceiver`."""
 
-    def __init__(self, runner: HostRunner) -> None:
-        self._staging, self._held = runner.tensors, runner.adapters
-
-    def _adapters(self) -> HostAdapters:
-        assert self._held is not None, "a server with max_loras holds adapters"
-        return self._held
+    def __init__(self, staging: TensorStaging) -> None:
+        self._staging = staging
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:
         self._staging.begin(expert_of_slot)
@@ -304,13 +301,6 @@ class LocalTensors:
         self._staging.merge(adapter.body, threading.Event())
         return self._staging.max_rounding
 
-    def add_adapter(self, key: str, adapter: SentAdapter) -> None:
-        self._adapters().add(key, adapter.body)
-
-    def drop_adapters(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._adapters().remove(key)
-
     def finish(self) -> None:
         self._staging.finish(threading.Event())
 
@@ -321,12 +311,26 @@ class LocalTensors:
         self._staging.drop()
 
 
+class LocalAdapters:
+    """Adapters within this process; implements `engine.executor.AdapterHosts`."""
+
+    def __init__(self, held: HostAdapters) -> None:
+        self._held = held
+
+    def add(self, key: str, adapter: SentAdapter) -> None:
+        self._held.add(key, adapter.body)
+
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._held.remove(key)
+
+
 class LocalExecutor:
     """Executor with a single HostRunner; implements `engine.cycle.Executor`."""
 
     def __init__(self, runner: HostRunner, updates: UpdateSettings | None = None) -> None:
         self.runner = runner
-        self.tensors = LocalTensors(runner)
+        self.tensors, self._held = LocalTensors(runner.tensors), runner.adapters
         self._reading, self._updates = WeightReading(runner.staged), updates or UpdateSettings()
 
     def start(self) -> StartReport:
@@ -343,6 +347,11 @@ class LocalExecutor:
             raise too_late(self._updates.staging_timeout_s)
         if refusal:
             raise WeightsRefusedError(refusal)
+
+    @property
+    def adapters(self) -> LocalAdapters:
+        assert self._held is not None, "a server with max_loras holds adapters"
+        return LocalAdapters(self._held)
 
     def release(self) -> None:
         """Do nothing: this executor is idle between steps."""

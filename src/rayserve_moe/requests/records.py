@@ -185,8 +185,20 @@ class RequestedEvidence:
         return any(getattr(self, each.name) != each.default for each in fields(RequestedEvidence))
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestedAdapter:
+    """Adapter whose output is requested."""
+
+    adapter: str = stated("", text(MAX_ADAPTER_KEY), sglang="lora_path", openai="lora_path", vllm=None)
+    """Name of a loaded adapter, or its key, NAME@DIGEST; empty: the model alone. The engine replaces names by keys."""
+
+    def version_label(self, weight_version: str) -> str:
+        """Return the version of its tokens under weights of a version: it also names the adapter."""
+        return f"{weight_version}+{self.adapter}" if self.adapter else weight_version
+
+
 @dataclass(frozen=True)
-class GenerationRequest(RequestedEvidence):
+class GenerationRequest(RequestedAdapter, RequestedEvidence):
     """Prompt to complete `sampling.n` times. `prompt_ids` is int32 [prompt_len]."""
 
     request_id: str
@@ -196,8 +208,6 @@ class GenerationRequest(RequestedEvidence):
     """Return routing from position `routed_experts_start` on."""
     cache_salt: str = stated("", text(256))
     """Only requests with the same salt share cached prefixes."""
-    adapter: str = stated("", text(MAX_ADAPTER_KEY), sglang="lora_path", openai="lora_path", vllm=None)
-    """Name of a loaded adapter, or its key, NAME@DIGEST; empty: the model alone. The engine replaces names by keys."""
     incremental: bool = True
     """Send updates as tokens are sampled; otherwise each choice has a single update, at its end."""
     thinking_token_budget: int | None = stated(None, BUDGET, sglang="max_thinking_tokens", vllm=None)
@@ -220,10 +230,6 @@ class GenerationRequest(RequestedEvidence):
     """Verify drafts if the server does; the output does not depend on it."""
     constraint: Constraint | None = None
     """Constraint of the answer."""
-
-    def version_label(self, weight_version: str) -> str:
-        """Return the version of its tokens under weights of a version: it also names the adapter."""
-        return f"{weight_version}+{self.adapter}" if self.adapter else weight_version
 
     @property
     def is_guided(self) -> bool:

@@ -20,7 +20,7 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.programs.compiled import compile_programs, lowered, optimized
 from rayserve_moe.execution.programs.specs import Program, programs_of
-from rayserve_moe.execution.served_model import ServedModel
+from rayserve_moe.execution.served_model import ServedModel, beside_weights
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.dump import DumpFolder
 from rayserve_moe.tools.estimate.report import Estimator
@@ -182,7 +182,7 @@ def hbm_limit(device: jax.Device) -> int:
 
 def _num_pages(served: ServedModel, *, limit: int) -> int:
     """Return a server's number of pages; the minimum if weights leave no memory, which the compiler reports."""
-    used = bytes_on_device(served.weights) + bytes_on_device(served.beside_weights)
+    used = bytes_on_device(served.weights) + bytes_on_device(beside_weights(served))
     try:
         return served.num_pages_within((limit or sys.maxsize) - used)
     except SettingsError:

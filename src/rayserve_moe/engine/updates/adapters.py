@@ -74,9 +74,9 @@ class AdapterLoads:
         key, generation = adapter_key(loaded.name, adapter), self.generation()
         try:
             if key not in self.table.loaded:
-                self.executor.tensors.add_adapter(key, adapter)
+                self.executor.adapters.add(key, adapter)
             dropped = self.commands.call(partial(self._record, key, loaded)).result()
-            self.executor.tensors.drop_adapters([key] if isinstance(dropped, str) else dropped)
+            self.executor.adapters.drop([key] if isinstance(dropped, str) else dropped)
         except WeightsRefusedError as refusal:
             return WeightOutcome(False, str(refusal), self.version())
         except ExecutorFailure as failure:
@@ -99,7 +99,7 @@ class AdapterLoads:
             return WeightOutcome(False, unload_fault("", name), self.version())
         generation = self.generation()
         try:
-            self.executor.tensors.drop_adapters(self.commands.call(partial(self._forget, name)).result())
+            self.executor.adapters.drop(self.commands.call(partial(self._forget, name)).result())
         except ExecutorFailure as failure:
             self.commands.call(partial(self.record_loss, failure, generation=generation)).result()
         return WeightOutcome(True, "the adapter is unloaded", self.version())

@@ -31,7 +31,7 @@ def drafting_of(plan: StepPlan, served: ServedModel) -> DraftRows | None:
     return draft_rows(plan, sizes=draft_sizes(served), rows_per_rank=rows, num_ranks=ranks)
 
 
-def with_drafts(result: StepResult, output: StepOutput, drafting: DraftRows) -> StepResult:
+def with_drafts(result: StepResult, output: StepOutput, *, drafting: DraftRows) -> StepResult:
     """Wait for the drafts of a step and return its result with them."""
     assert output.drafts_NSK is not None, "drafts were requested"
     begun = time.perf_counter()

@@ -13,7 +13,14 @@ import numpy as np
 from rayserve_moe.decoding.logit_processors import processed_size
 from rayserve_moe.decoding.masks import mask_words
 from rayserve_moe.execution.drafts.steps import draft_ahead
-from rayserve_moe.execution.served_model import ServedModel, draft_sizes, probed_sizes, sampler_sizes
+from rayserve_moe.execution.served_model import (
+    ServedModel,
+    draft_sizes,
+    probed_sizes,
+    resident_adapters,
+    sampler_sizes,
+    single_adapter,
+)
 from rayserve_moe.execution.step.device_state import block_input_shapes
 from rayserve_moe.execution.step.function import (
     ROW_AXES,
@@ -83,10 +90,10 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         *(_gather_program(size, served, config=config) for size in probed_sizes(served)),
         _probe_program(served, config=config),
     ]
-    if served.adapters is not None:
-        given = {"adapter": served.single_adapter, "slot": _integers(served)}
+    if (stacks := resident_adapters(served)) is not None:
+        given = {"adapter": single_adapter(served), "slot": _integers(served)}
         put = partial(put_adapter, config=config.model)
-        programs.append(Program(PUT_ADAPTER, put, (served.adapters,), given, donated=0))
+        programs.append(Program(PUT_ADAPTER, put, (stacks,), given, donated=0))
     if served.staging is None:
         return programs
     held = expert_state(weights, config=config.model), served.staging
@@ -138,7 +145,7 @@ def _step_program(shape: StepShape, served: ServedModel, *, config: StepConfig, 
     run = partial(run_step, layout=layout, config=config)
     inputs = {"vectors_NW": vectors, "blocks": blocks}
     if shape.num_adapters:
-        inputs["adapters"] = served.adapters
+        inputs["adapters"] = resident_adapters(served)
     return Program(step_name(shape), run, (served.weights, state), inputs, donated=1, shape=shape)
 
 

@@ -96,7 +96,7 @@ def run_step(  # noqa: PLR0913 (arguments of the program)
             asked=(*config.aux_layers, *state_layers),
             captures=config.captures,
             audits=config.audits and blocks is not None,
-            adapters=None if adapters is None or step.adapters is None else StepAdapters(adapters, step.adapters),
+            adapters=_step_adapters(adapters, step),
         )
         out, layer_states_LTD = _parted(out, num_states=len(state_layers), config=config)
         counts_ME = state.expert_counts_ME + out.expert_counts_ME
@@ -109,16 +109,11 @@ def run_step(  # noqa: PLR0913 (arguments of the program)
         return state, output, (logits_AV if config.holds_samples else None, hidden_TD)
 
     model, whole, state_parts = config.model, PartitionSpec(), state_partitions(config.model, config.draft)
+    parts_of_weights = weight_partitions(model, config.draft)
     state, output, (logits_AV, hidden_TD) = jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(
-            weight_partitions(model, config.draft),
-            state_parts,
-            whole,
-            block_partitions(model, blocks),
-            None if adapters is None else adapter_partitions(model),
-        ),
+        in_specs=(parts_of_weights, state_parts, whole, *_given(model, blocks, adapters=adapters)),
         out_specs=(state_parts, whole, (plan.partition(WORD_AXES), plan.partition(ROW_AXES))),
         check_vma=False,
     )(weights, state, vectors_NW, blocks, adapters)
@@ -132,6 +127,17 @@ def _parted(out: ForwardOutput, *, num_states: int, config: StepConfig) -> tuple
     first = len(out.entering) - num_states
     states_LTD = config.model.plan.gather_data_ranks(jnp.stack(out.entering[first:]), dim=1)
     return out._replace(entering=out.entering[:first]), states_LTD
+
+
+def _given(
+    model: ModelConfig, blocks: BlockInputs | None, *, adapters: AdapterStacks | None
+) -> tuple[BlockInputs | None, AdapterStacks | None]:
+    """Return the partitions of what only some shapes are given."""
+    return block_partitions(model, blocks), None if adapters is None else adapter_partitions(model)
+
+
+def _step_adapters(stacks: AdapterStacks | None, step: DeviceInput) -> StepAdapters | None:
+    return None if stacks is None or step.adapters is None else StepAdapters(stacks, step.adapters)
 
 
 def _output(sampled: Sampled, out: ForwardOutput, *, config: StepConfig) -> StepOutput:

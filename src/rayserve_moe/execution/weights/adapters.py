@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from rayserve_moe.checkpoints.adapters.unmerged import HeldAdapter, held_adapter
 from rayserve_moe.checkpoints.bucket import adapter_in
 from rayserve_moe.checkpoints.header import CheckpointError
-from rayserve_moe.execution.served_model import ServedModel
+from rayserve_moe.execution.served_model import ServedModel, resident_adapters, single_adapter
 from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.execution.weights.staged import refusing
 from rayserve_moe.kernels.adapters import AdapterPair
@@ -60,7 +60,7 @@ class HostAdapters:
         rules: Mapping[str, str],
     ) -> None:
         config, self._rules, self._settings = served.config, rules, served.settings.adapters
-        self._single, self._shapes = served.single_adapter, served.adapters
+        self._single, self._shapes = single_adapter(served), resident_adapters(served)
         tree = parameter_tree(config, dtype=served.dtype)
         self._tree = parameters_in_files(tree, rules, spec=config.spec)
         self._matrices = list(adapted_matrices(tree, config.spec))

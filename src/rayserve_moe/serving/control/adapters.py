@@ -102,7 +102,7 @@ async def _read(state: ApiState, path: str) -> tuple[SentAdapter, bytearray] | W
     return adapter, content
 
 
-async def take_sent_adapter(fleet: Fleet, adapter: SentAdapter, name: str, *, sent: bytearray) -> WeightOutcome:
+async def take_sent_adapter(fleet: Fleet, adapter: SentAdapter, *, name: str, sent: bytearray) -> WeightOutcome:
     """Hold a sent adapter beside the weights on all replicas; without an adapter, unload the name.
 
     Raises: ApiError 404 for the name of no loaded adapter.

@@ -321,7 +321,7 @@ def tensor_router(state: ApiState) -> APIRouter:
             if isinstance(bucket, str):
                 return outcome_answer(WeightOutcome(False, bucket, state.card.weight_version))
             if isinstance(bucket, SentAdapter) and options.lora_name and holds_beside(state):
-                return outcome_answer(await take_sent_adapter(Fleet(state), bucket, options.lora_name, sent=body))
+                return outcome_answer(await take_sent_adapter(Fleet(state), bucket, name=options.lora_name, sent=body))
             try:
                 order = _order_of(options, adapter=sent_name(state, bucket, name=options.lora_name))
                 outcome = await Fleet(state).stage_bucket(bucket, sent=body, order=order)

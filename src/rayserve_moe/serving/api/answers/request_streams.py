@@ -12,11 +12,13 @@ import re
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from rayserve_moe.answers.streams import GenerationStream, Keeper
 from rayserve_moe.engine.adapters import UnknownAdapterError
 from rayserve_moe.engine.command_queue import EngineStoppedError
+from rayserve_moe.engine.control import keyed
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, RequestError
 from rayserve_moe.requests.results import ChoiceResult
@@ -149,13 +151,14 @@ async def open_streams(
     `param_names` maps the engine's field names to the route's; a request of `asking` is journalled. Other tasks run
     between many choices.
     """
+    with_adapter = partial(keyed, state.loop.control)
     with refusals_named(param_names or {}):
         state.loop.capacity.check_size(len(requests))
         requests = [
             request if request.thinking_token_budget is None else with_thinking_limit(request, state.chat_output)
-            for request in map(state.loop.keyed, requests)
+            for request in map(with_adapter, requests)
         ]
-    kept = await kept_request(asking, requests, card=state.card, capacity=state.loop.capacity, keyed=state.loop.keyed)
+    kept = await kept_request(asking, requests, card=state.card, capacity=state.loop.capacity, keyed=with_adapter)
     requests = requests if kept is None else kept.requests
     streams, num_choices = RequestStreams(state, requests), 0
     streams.kept = kept

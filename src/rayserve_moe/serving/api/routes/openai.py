@@ -49,7 +49,7 @@ def openai_router(state: ApiState) -> APIRouter:
     @router.post("/v1/completions", **generates(CompletionBody))
     async def completions(request: Request) -> Response:
         body = with_routing(state, await read_body(request, CompletionBody, admission=state.admission))
-        adapter_for(state, body.model, body.lora_path)
+        adapter_for(state, body.model, name=body.lora_path)
         prompts = await prompt_ids_of(
             state,
             body.prompt,
@@ -63,7 +63,7 @@ def openai_router(state: ApiState) -> APIRouter:
     @router.post("/v1/chat/completions", **generates(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = with_routing(state, await read_body(request, ChatBody, admission=state.admission))
-        adapter_for(state, body.model, body.lora_path)
+        adapter_for(state, body.model, name=body.lora_path)
         prompt_ids = await chat_ids(state, body, request=request)
         return await _answer(state, request, body=body, prompts=[prompt_ids])
 
@@ -112,7 +112,7 @@ async def _requests(
     state: ApiState, body: CompletionBody | ChatBody, *, answer_id: str, prompts: Sequence[np.ndarray]
 ) -> list[GenerationRequest]:
     """Return the engine's requests. A chat without a limit may fill the context."""
-    given = dict(body) | {"lora_path": adapter_for(state, body.model, body.lora_path)}
+    given = dict(body) | {"lora_path": adapter_for(state, body.model, name=body.lora_path)}
     if isinstance(body, ChatBody):
         limits = (body.max_completion_tokens, given["max_tokens"], max(1, state.card.max_model_len - len(prompts[0])))
         given |= {"max_tokens": next(limit for limit in limits if limit is not None), "echo": False}

@@ -31,7 +31,7 @@ def check_model(state: ApiState, model: str | None) -> None:
     adapter_for(state, model)
 
 
-def adapter_for(state: ApiState, model: str | None, name: str | None = None) -> str:
+def adapter_for(state: ApiState, model: str | None, *, name: str | None = None) -> str:
     """Return the adapter of a request: by `name`, or by its model, `ADAPTER` or `SERVED:ADAPTER`; empty for none.
 
     Raises: ApiError 404 for a model or an adapter that is not served, 400 if both name an adapter and differ.
@@ -52,7 +52,7 @@ def adapter_for(state: ApiState, model: str | None, name: str | None = None) -> 
 def adapters_for_prompts(state: ApiState, names: str | Sequence[str | None] | None, *, num_prompts: int) -> list[str]:
     """Return the adapter of each prompt of a batch, empty for none. Raises: ApiError 404 as `adapter_for`."""
     each = [names] * num_prompts if names is None or isinstance(names, str) else [*names]
-    return [adapter_for(state, None, name) for name in each]
+    return [adapter_for(state, None, name=name) for name in each]
 
 
 def adapter_names(state: ApiState) -> list[str]:
