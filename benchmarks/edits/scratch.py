@@ -84,13 +84,15 @@ def edited_copy(edits: Iterable[Edit], folder: Path) -> Path:
     return folder
 
 
-def observed(names: Sequence[str], source: Path, *, flags: str = "") -> dict[str, Any]:
+def observed(
+    names: Sequence[str], source: Path, *, flags: str = "", module: str = "benchmarks.edits.scratch"
+) -> dict[str, Any]:
     """Return by name what `observe()` of modules of this package return in one process, and the imported package.
 
-    The process imports the package under `source`, and starts XLA with `flags`.
+    The process runs `main` of this file by `module`, imports the package under `source`, and starts XLA with `flags`.
     """
     paths = {"PYTHONPATH": os.pathsep.join([str(source), str(ROOT)]), "XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "benchmarks.edits.scratch", *names]
+    command = [sys.executable, "-m", module, *names]
     process = subprocess.run(
         command, cwd=source, env=os.environ | paths, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

@@ -29,7 +29,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return by name what each edit's module observes in a copy of the package with all edits."""
     folder = tmp_path_factory.mktemp("edited")
     source = scratch.edited_copy(map(scratch.edit_of, BUDGETS), folder)
-    found = scratch.observed(tuple(BUDGETS), source, flags=flags_of_children())
+    module = "tests.support.session.observe_edits"
+    found = scratch.observed(tuple(BUDGETS), source, flags=flags_of_children(), module=module)
     assert Path(found["package"]) == folder / scratch.PACKAGE.name, "the scratch copy is what was imported"
     return found
 
