@@ -13,10 +13,16 @@ import pytest
 
 from benchmarks import house
 
-BUDGETS = {"modules": 59, "functions": 343, "one_importer": 111}
+BUDGETS = {"modules": 60, "functions": 349, "one_importer": 113}
 SLACK = {"functions": 5}
 """Number of functions whose call depends on how the threads of a request take turns."""
-WIDE_CLASSES: dict[str, int] = {"BalancingView": 19, "GroupedAttention": 21, "ModelCard": 18, "Rollout": 21}
+WIDE_CLASSES: dict[str, int] = {
+    "BalancingView": 19,
+    "GroupedAttention": 21,
+    "ModelCard": 18,
+    "Rollout": 21,
+    "StepPlan": 17,
+}
 """Attributes of each class wider than `house.MAX_ATTRIBUTES`; no other class may be wider."""
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.experts.balanced_layer import step_capacity
+from rayserve_moe.experts.balanced_layer import StepCapacity, step_capacity
 from rayserve_moe.experts.native_choice import NativeChoice
 from rayserve_moe.experts.routing import count_tokens
 from rayserve_moe.experts.slot_mapping import PlacementArrays
@@ -89,19 +89,15 @@ def forward(  # noqa: PLR0913 (the options of a call)
     selection in prefill blocks; balanced selection ignores it. `forced_choices` likewise replace the choices of
     indexes. `capacity_factor` is a float32 scalar if slots have limited capacity. `asked` are layers whose inputs are
     returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK` and `gates_MTK`;
-    projections `sketch_DP` (float32) request `audit`. `adapters` are those of the tokens; without them no
-    token has one.
+    projections `sketch_DP` (float32) request `audit`. `adapters` are those of the tokens; without them no token has
+    one.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
-    capacity = None
-    if config.experts.limits_capacity:
-        assert capacity_factor is not None, "slots with limited capacity need a factor"
-        capacity = step_capacity(batch.valid_T, capacity_factor, config=config.experts)
     inputs = step_inputs(batch, pools, config)._replace(
         maps=maps,
         forced=forced,
         is_forced=_is_forced(forced, config),
-        capacity=capacity,
+        capacity=_capacity(batch, capacity_factor, config=config),
         choices=forced_choices,
         sketch_DP=sketch_DP,
         adapters=adapters,
@@ -129,6 +125,14 @@ def forward(  # noqa: PLR0913 (the options of a call)
     return ForwardOutput(
         hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK, routing.gates_TK, audit
     )
+
+
+def _capacity(batch: TokenBatch, factor: jax.Array | None, *, config: ModelConfig) -> StepCapacity | None:
+    """Return the capacity of slots; None without a limit."""
+    if not config.experts.limits_capacity:
+        return None
+    assert factor is not None, "slots with limited capacity need a factor"
+    return step_capacity(batch.valid_T, factor, config=config.experts)
 
 
 def _is_forced(forced: ForcedRouting | None, config: ModelConfig) -> jax.Array | None:
