@@ -76,8 +76,8 @@ def main() -> None:
             "layers": len(settings["hidden_state_layers"]), "width": engine.card.evidence.state_size,
             "seconds": seconds, "bytes": num_bytes,
         }  # fmt: skip
+        save({"teacher": result}, arguments.out)
     print(as_table(result))
-    save({"teacher": result}, arguments.out)
 
 
 if __name__ == "__main__":
