@@ -451,7 +451,6 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("published_rows", "1,476"),
         ("families", "0.500"),
         ("sparse_contexts", "does not fit"),
-        ("sparse_prompts", "50.0"),
         ("sparse_contexts", "1.20"),
         ("families", "no room"),
         ("compile_gate", "too large"),

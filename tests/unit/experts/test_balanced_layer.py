@@ -103,7 +103,7 @@ def scores_of(case: MoeCase, data: int) -> tuple[np.ndarray, np.ndarray]:
         scores = router_scores(hidden, matrix, bias_E=of_logits, score=router.score)
         return rank_experts(scores, router=router, selection_bias_E=of_choice)
 
-    scores, choice = score(case.hidden(data), case.router)
+    scores, choice, *_ = score(case.hidden(data), case.router)
     return np.asarray(scores), np.asarray(scores if choice is None else choice)
 
 
