@@ -72,7 +72,6 @@ CASES = {
     for case in (
         PromptCase("deepseek-v3.2", "v5p:2x4x4", 4),
         PromptCase("glm-5.2", "v5p:2x4x4", 4),
-        PromptCase("deepseek-v3.2", "v6e:8x8", 8, "int8"),
     )
 }
 KEY = "sparse_prompts"
