@@ -96,6 +96,30 @@ def fleet_simulation(measured: Mapping[str, Any]) -> str:
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
 
 
+def agent_sessions(measured: Mapping[str, Any]) -> str:
+    """Render orders of admission by number of sessions."""
+    heading = (
+        *("sessions", "tokens / pool", "order", "session, s", "session p99", "TTFT p50, s", "TTFT p99", "tokens/s"),
+        "cached",
+    )
+    rows = [
+        (
+            f"{row['sessions']:,}",
+            f"{row['over_pool']:.1f}",
+            row["order"],
+            f"{row['session_mean_s']:.0f}",
+            f"{row['session_p99_s']:.0f}",
+            f"{row['ttft_p50_s']:.2f}",
+            f"{row['ttft_p99_s']:.1f}",
+            f"{row['tokens_s']:,.0f}",
+            f"{row['hits']:.1%}",
+        )
+        for row in measured["rows"]
+    ]
+    title = f"{measured['replica']}, sessions of {measured['turns']:g} turns in the mean; on simulated time"
+    return f"**{title}**\n\n{markdown_table(heading, rows)}"
+
+
 def fleet_conversations(measured: Mapping[str, Any]) -> str:
     """Render what each side computed; repeats are compared with those of the first side."""
     one = [run["computed"] for run in next(iter(measured["sides"].values()))]

@@ -27,6 +27,7 @@ from benchmarks.figures import (
     steps_per_second,
 )
 from benchmarks.fleet_table import (
+    agent_sessions,
     fleet_conversations,
     fleet_overload,
     fleet_routing,
@@ -315,6 +316,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "fleet_conversations": fleet_conversations,
     "fleet_overload": fleet_overload,
     "fleet_routing": fleet_routing,
+    "agent_sessions": agent_sessions,
     "fleet_simulation": fleet_simulation,
     "fleet_validation": fleet_validation,
     "router_time": router_time,

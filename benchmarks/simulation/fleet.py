@@ -196,9 +196,7 @@ class Simulation:
 
     def _enter(self, name: str, asked: Asked, now: float) -> None:
         replica, number = self._replicas[name], next(self._numbers)
-        conversation, turn = asked.conversation, asked.conversation.turns[asked.turn]
-        session = conversation.session
-        sequence = replica.add(str(number), asked.prompt, num_answer=turn.num_answer, session=session)
+        sequence = replica.add(str(number), asked.prompt, num_answer=asked.conversation.turns[asked.turn].num_answer)
         self._asked[sequence] = asked
         if not replica.is_awake:
             replica.is_awake = True

@@ -71,8 +71,7 @@ class SimulatedReplica:
     def __init__(self, limits: StepLimits, times: StepTimes) -> None:
         self.clock = Clock()
         self.devices = SimulatedDevices(times, self.clock, rows_per_rank=limits.num_rows)
-        scheduler = Scheduler(limits, clock=lambda: self.clock.now)
-        self.cycle = StepCycle(scheduler, self.devices)  # ty: ignore[invalid-argument-type]
+        self.cycle = StepCycle(Scheduler(limits), self.devices)  # ty: ignore[invalid-argument-type]
         self.is_awake = False
         self._events, self._watched = PageEvents(lambda: None), False
         self._log = PageLog(
@@ -91,10 +90,9 @@ class SimulatedReplica:
         changes = self._events.take(MOST_EVENTS) if self._watched else []
         return self._log.publish(changes) if changes else None
 
-    def add(self, name: str, token_ids: np.ndarray, *, num_answer: int, session: str = "") -> sequences.Sequence:
-        """Queue a prompt of a session."""
-        sampling = SamplingParams(max_new_tokens=num_answer, temperature=0.0)
-        request = GenerationRequest(name, token_ids, sampling, session=session)
+    def add(self, name: str, token_ids: np.ndarray, *, num_answer: int) -> sequences.Sequence:
+        """Queue a prompt."""
+        request = GenerationRequest(name, token_ids, SamplingParams(max_new_tokens=num_answer, temperature=0.0))
         sequence = sequences.Sequence(request, 0, seed=0, stop_token_ids=frozenset())
         self.cycle.scheduler.add([sequence])
         return sequence

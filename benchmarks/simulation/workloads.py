@@ -44,8 +44,6 @@ class Conversation:
 
     starts_at: float
     turns: tuple[Turn, ...]
-    session: str = ""
-    """Name that its requests give; empty for none."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,12 +85,13 @@ def drawn(shape: Shape, *, rate: float, num_requests: int, seed: int) -> Iterato
     while count < num_requests:
         variance = shape.arrival_cv**2
         at += float(draw.gamma(1 / variance, between * variance))
-        conversation = _conversation(shape, at, draw)
+        conversation = conversation_at(shape, at, draw)
         count += len(conversation.turns)
         yield conversation
 
 
-def _conversation(shape: Shape, at: float, draw: np.random.Generator) -> Conversation:
+def conversation_at(shape: Shape, at: float, draw: np.random.Generator) -> Conversation:
+    """Draw a conversation that begins at a time."""
     turns, length = [], 0
     for place in range(int(draw.geometric(1 / shape.turns))):
         new, answer = (_length(median, sigma, draw) for median, sigma in (shape.prompt, shape.answer))
