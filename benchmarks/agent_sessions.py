@@ -111,7 +111,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Simulate, write the result file, print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=lambda text: [int(part) for part in text.split(",")], default="60,125,250,500")
+    parser.add_argument(
+        "--sessions", type=lambda text: [int(part) for part in text.split(",")], default="60,125,250,500"
+    )
     parser.add_argument("--turns", type=float, default=20.0)
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--topology", default="v6e:2x4")

@@ -19,6 +19,7 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.step.function import step_logits
 from rayserve_moe.execution.step.pytrees import ModelWeights, StepShape
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.model.model_config import ForcedRouting
 from rayserve_moe.model.states import PoolCounts, pool_shapes
 
 USUAL_SCALE = 0.02
@@ -129,9 +130,8 @@ def served_distributions(runner: HostRunner, *, longest: int) -> Callable[[np.nd
 
     def everywhere(weights: ModelWeights, batch: TokenBatch, forced_MTK: jax.Array) -> jax.Array:
         places, empty = jnp.arange(shape.num_tokens), jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), pools)
-        _, logits_TV = step_logits(
-            weights, empty, batch=batch, sample_places_S=places, config=config, forced_MXK=forced_MTK
-        )
+        forced = ForcedRouting(forced_MTK)
+        _, logits_TV = step_logits(weights, empty, batch=batch, sample_places_S=places, config=config, forced=forced)
         return jax.nn.log_softmax(logits_TV)
 
     parts = PartitionSpec()

@@ -161,6 +161,13 @@ def every_section() -> dict:
                  "hits": 0.5, "ttft_p50_s": 0.1, "ttft_p99_s": 1.2, "tpot_p50_s": 0.01, "tpot_p99_s": 0.02}
             ],
         },
+        "agent_sessions": {
+            "replica": "any", "turns": 20.0,
+            "rows": [
+                {"sessions": 250, "over_pool": 3.25, "order": "cached", "session_mean_s": 177.0, "session_p99_s": 366.0,
+                 "ttft_p50_s": 0.56, "ttft_p99_s": 25.2, "tokens_s": 1301.0, "hits": 0.771}
+            ],
+        },
         "fleet_validation": {
             "num_replicas": 2, "size": "small", "rate_s": 7.5,
             "real": {key: 2.0 for key, _ in COMPARED.values()}, "simulated": {key: 1.5 for key, _ in COMPARED.values()},
@@ -436,6 +443,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("fleet_overload", "+0.25"),
         ("fleet_routing", "1.040"),
         ("fleet_simulation", "87.5%"),
+        ("agent_sessions", "77.1%"),
         ("fleet_validation", "0.75"),
         ("router_time", "0.50"),
         ("http", "0.80 (0.80-0.80)"),

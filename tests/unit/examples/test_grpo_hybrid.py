@@ -47,7 +47,8 @@ def test_the_policy_computes_and_replays_as_the_server_does(checkpoint: Path, ar
     runner = new_runner(checkpoint, dtype="float32", cpu_kernels="off")
     runner.load()
     ids = np.random.default_rng(0).integers(3, 256, LENGTH)
-    wanted, experts_MTK, _ = prompt_outputs_of(runner, longest=LENGTH)(ids.tolist())
+    outputs = prompt_outputs_of(runner, longest=LENGTH)(ids.tolist())
+    wanted, experts_MTK = outputs.logits_TV, outputs.ids_MTK
     params, rows_BTLK = read_params(checkpoint, architecture), experts_MTK.swapaxes(0, 1)[None]
     compiled = jax.jit(lambda rows, replay: score(params, ids[None], rows, replay_BT=replay, architecture=architecture))
     free, own_BTLK = compiled(np.zeros_like(rows_BTLK), np.zeros((1, LENGTH), bool))

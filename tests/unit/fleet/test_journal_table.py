@@ -111,7 +111,7 @@ def test_records_hold_all_that_an_update_has():
     scores = top | {"logprobs": np.array([-1.5], np.float32), "ranks": np.array([4], np.int32)}
     routing = RoutedExperts(
         np.arange(24, dtype=np.uint8).reshape(2, 2, 6), 4, (), ((4, 6, "computed"),), ((4, 6, "7"),),
-        index=np.array([b"row", None], object),
+        parts={"index": np.array([b"row", None], object)},
     )  # fmt: skip
     update = ChoiceResult(
         choice_index=1,

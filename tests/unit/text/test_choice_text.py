@@ -245,7 +245,7 @@ def _routing(start: int, end: int) -> RoutedExperts:
         missing=((end - 1, end),),
         source=tuple((a, b, name) for a, b, name in ((start, middle, "cached"), (middle, end, "computed")) if a < b),
         weight_version=((start, end, "7"),),
-        index=np.arange(start, end).astype(object),
+        parts={"index": np.arange(start, end).astype(object)},
     )
 
 
@@ -258,7 +258,8 @@ def test_routing_ends_one_row_before_the_token_that_completed_the_stop_string(to
     (delta,) = _feed(tokenizer, SamplingParams(stop=("STOP",)), [update], num_prompt)
     after, limit = delta.routing, num_prompt + len(delta.token_ids) - 1
     assert after.start == start
-    assert after.rows[:, 0, 0].tolist() == after.index.tolist() == [row for row in range(start, end) if row < limit]
+    expected = [row for row in range(start, end) if row < limit]
+    assert after.rows[:, 0, 0].tolist() == after.parts["index"].tolist() == expected
     for name in ("missing", "source", "weight_version"):
         covered = {position: rest for a, b, *rest in getattr(before, name) for position in range(a, b)}
         kept = {position: rest for a, b, *rest in getattr(after, name) for position in range(a, b)}
