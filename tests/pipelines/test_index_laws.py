@@ -162,10 +162,12 @@ def test_a_replay_has_the_log_probs_of_the_run_and_an_altered_set_is_seen(
         nothing_new = SamplingParams(max_new_tokens=0, seed=0)
         scored = replace(request, prompt_ids=ids, sampling=nothing_new, score_prompt_from=0)
         rows = chosen_of(outcome, card)
-        replayed.append(replace(scored, forced_routing=RoutedExperts(outcome.rows, index=packed_index(rows))))
+        replayed.append(
+            replace(scored, forced_routing=RoutedExperts(outcome.rows, parts={"index": packed_index(rows)}))
+        )
         rows[ALTERED, 0] = -1
         rows[ALTERED, 0, 0] = ALTERED // card.index.block_size
-        altered.append(replace(scored, forced_routing=RoutedExperts(outcome.rows, index=packed_index(rows))))
+        altered.append(replace(scored, forced_routing=RoutedExperts(outcome.rows, parts={"index": packed_index(rows)})))
     same, changed = (run_together(runner, card, requests, way=WAY) for requests in (replayed, altered))
     for request, outcome in runs:
         found = [each[request.request_id, 0] for each in (same, changed)]
