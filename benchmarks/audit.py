@@ -45,7 +45,7 @@ SIDES: dict[str, dict[str, Any]] = {
 PROMPTS_OF_CALL, GROUP = 32, 8
 NEW_TOKENS = 24
 Plant = Callable[[np.ndarray, np.random.Generator, int], np.ndarray]
-"""Returns rows with a fault, given a number of experts."""
+"""Returns rows with a planted fault; the argument is the number of experts."""
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def sampled(client: BlockingRolloutClient, count: int) -> list[Rollout]:
 
 
 def body_of(rollout: Rollout, layout: RoutingLayout, rows: np.ndarray | None = None) -> dict[str, Any]:
-    """A sample of `/audit`, with other rows if there are any."""
+    """Return a sample for `/audit`, with `rows` in place of its own if given."""
     assert rollout.routing is not None, "rows were requested"
     routing = rollout.routing if rows is None else RoutedExperts(rows)
     return {
@@ -106,7 +106,7 @@ def audited(
 
 
 def scored(url: str, samples: Sequence[dict[str, Any]]) -> None:
-    """Have the tokens scored under the same rows, without an audit."""
+    """Score the tokens under the same rows, without an audit."""
     body = {
         "input_ids": [sample["input_ids"] for sample in samples],
         "forced_routed_experts": [sample["forced_routed_experts"] for sample in samples],
@@ -132,7 +132,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_expert(rows: np.ndarray, generator: np.random.Generator, num_experts: int) -> np.ndarray:
-    """Another expert in one decision."""
+    """Replace an expert in one decision."""
     token, layer = int(generator.integers(len(rows))), int(generator.integers(rows.shape[1]))
     others = sorted({*range(num_experts)} - {*rows[token, layer].tolist()})
     changed = rows.copy()
@@ -141,18 +141,18 @@ def one_expert(rows: np.ndarray, generator: np.random.Generator, num_experts: in
 
 
 def late(rows: np.ndarray, generator: np.random.Generator, num_experts: int) -> np.ndarray:
-    """Every row a token late."""
+    """Delay every row by a token."""
     return np.concatenate([rows[:1], rows[:-1]])
 
 
 def layers_swapped(rows: np.ndarray, generator: np.random.Generator, num_experts: int) -> np.ndarray:
-    """Two layers in each other's place."""
+    """Swap two layers."""
     order = generator.permutation(rows.shape[1])
     return np.ascontiguousarray(rows[:, order])
 
 
 def physical_ids(rows: np.ndarray, generator: np.random.Generator, num_experts: int) -> np.ndarray:
-    """Ids of slots in place of experts."""
+    """Replace expert ids by slot ids."""
     return generator.permutation(num_experts)[rows].astype(rows.dtype)
 
 
@@ -164,7 +164,7 @@ FAULTS: dict[str, Plant] = {
 def planted(
     client: BlockingRolloutClient, rollouts: Sequence[Rollout], layout: RoutingLayout, *, batch: int
 ) -> dict[str, dict[str, int]]:
-    """By fault: samples, those that fail, and those whose first difference is the first planted one."""
+    """Return by fault: the samples, the failing ones, and those whose first difference is the first planted one."""
     generator, counts = np.random.default_rng(0), {}
     for name, plant in FAULTS.items():
         samples, firsts = [], []

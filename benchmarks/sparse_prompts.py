@@ -1,4 +1,4 @@
-"""Prefill steps of models with sparse attention by context, estimated from libtpu's schedules: nothing is measured.
+"""Prefill steps of models with sparse attention by context, estimated from libtpu's schedules, not measured.
 
     python -m benchmarks.sparse_prompts [--only NAME] [--out FILE.json]
 

@@ -34,7 +34,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 
 def seconds_of(url: str, prompts: list[list[int]], fields: dict[str, Any]) -> tuple[float, int]:
-    """Seconds until the prompts are scored and their answer is here, and its bytes."""
+    """Return the seconds from the request to the scored answer, and the answer's bytes."""
     body = {
         "input_ids": prompts, "sampling_params": {"max_new_tokens": 0},
         "return_logprob": True, "logprob_start_len": 0, **fields,

@@ -164,7 +164,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def programs_as_for_users() -> Iterator[None]:
-    """Programs of engines do not come out of jax's cache, so that all of them are kept."""
+    """Engine programs bypass jax's cache, so all of them are kept."""
     SHARED_PROGRAMS.stop()
     yield
     SHARED_PROGRAMS.start()

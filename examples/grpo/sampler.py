@@ -45,7 +45,7 @@ class Sampled(NamedTuple):
 
 
 class RunSampler(Protocol):
-    """What a run asks for samples and sends its weights to."""
+    """Sampler of a run, which also receives its weights."""
 
     num_restarts: int
 

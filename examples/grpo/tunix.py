@@ -1,4 +1,4 @@
-"""The sampler of a run over tunix' `Sampler` protocol: requests, answers and weight syncs are those of tunix."""
+"""A run's sampler over tunix' `Sampler` protocol, with tunix' requests, answers and weight syncs."""
 
 from __future__ import annotations
 

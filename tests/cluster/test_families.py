@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 
 def captured(case: FamilyCase) -> dict[str, object]:
-    """Settings of one process and of hosts; rows of an index are compared too."""
+    """Settings for one process and for hosts, with index rows."""
     return {**SETTINGS, "enable_return_indexer_topk": case.has_index}
 
 

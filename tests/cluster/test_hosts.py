@@ -146,7 +146,7 @@ def complete(
     returns_routing: bool = True,
     adapters: Sequence[str] = ("",),
 ) -> list[ChoiceResult]:
-    """Answers of the prompts, which take the `adapters` in turn."""
+    """Return the answers of prompts that use the `adapters` in turn."""
     requests = [
         GenerationRequest(
             f"{i}-{time.monotonic_ns()}",

@@ -63,7 +63,7 @@ def test_prompts_choose_in_place(chip: str):
 @pytest.mark.parametrize("chip", CHIP_CASES)
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_prompts_attend_their_choice_in_one_kernel(chip: str, num_heads: int):
-    """Nothing of the size of a mask is kept: 512 queries and 65,536 keys, a byte each."""
+    """No mask is materialised: it would take a byte for each of 512 queries and 65,536 keys."""
     compiled = compile_kernel(chip, PROMPTS, num_heads, num_queries=PROMPT_BLOCK)
     assert kernels_of(text_of(compiled)) == {PROMPTS: 1}
     queries_bytes = TOKENS * PROMPT_BLOCK * num_heads * latent_lanes(576) * 2
@@ -76,7 +76,7 @@ def test_prompts_attend_their_choice_in_one_kernel(chip: str, num_heads: int):
 @pytest.mark.parametrize("chip", CHIP_CASES)
 @pytest.mark.parametrize("num_queries", [1, PROMPT_BLOCK])
 def test_chosen_blocks_are_attended_in_one_kernel(chip: str, num_queries: int):
-    """Two KV heads choose 16 blocks of 128 each; nothing of the size of a mask or of pages is kept."""
+    """Two KV heads choose 16 blocks of 128 tokens each; neither a mask nor pages are materialised."""
     shape, sizes = jax.ShapeDtypeStruct, (TOKENS, num_queries)
 
     def attend(queries, pool, table, positions, chosen):

@@ -119,7 +119,7 @@ def test_kinds_of_attention_read_their_own_pools_in_place(model, topology, value
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepseek-v3.2", "glm-5.2"])
 def test_matrices_of_latents_are_multiplied_where_they_lie(model):
-    """With all layers: of few, whose tables are small, XLA copies nothing. Layers of GLM-5.2 differ in their index."""
+    """Compile all layers, because XLA copies nothing of a few small ones. Layers of GLM-5.2 differ in their index."""
     values = {"tp": 8, "expert_dtype": "int8", "max_model_len": 2048}
     (program,) = check(case_of(model, "v6e:4x8", values, num_layers=0), names=(DECODE,)).programs
     assert_sound(program)

@@ -25,7 +25,7 @@ ROW, LAYER = 31, 1
 
 
 EXACT = 1e-4
-"""Margin of a tie between a server in float32 and itself."""
+"""Tie margin between two passes of a server in float32."""
 
 
 class Trajectory(NamedTuple):
@@ -98,7 +98,7 @@ def other_expert(rows: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 def late(rows: np.ndarray, first: int = 0) -> np.ndarray:
-    """Rows that come a token late from a position on."""
+    """Delay rows by a token from a position on."""
     return np.concatenate([rows[: first + 1], rows[first:-1]])
 
 
@@ -150,7 +150,7 @@ def test_wrong_rows_are_found_where_they_begin(http, layout, two, name, with_log
 
 
 def test_rows_of_other_weights_are_named(http, layout, two, other_checkpoint):
-    """Weights of the same shapes: the rows and log-probs belong together, but to another model."""
+    """The rows and log-probs come from other weights of the same shapes."""
     with Engine(model_path=str(other_checkpoint), **ONE_ROW | {"enable_return_routed_experts": True}) as engine:
         answer = engine.generate(
             input_ids=two[0].ids, sampling_params={"max_new_tokens": 8, "temperature": 0}, return_logprob=True,
@@ -194,7 +194,7 @@ def test_another_version_is_refused(http, layout, two):
 
 
 def test_a_difference_within_the_tolerance_is_numerics(http, layout, two):
-    """With a tolerance as large as the margin of a planted fault, the fault passes and is still reported."""
+    """A fault whose margin is within the tolerance passes, and is still reported."""
     rows = other_expert(two[0].rows, layout.num_experts)
     sample = body_of(layout, two[0], rows=rows)
     wide = audited(http, [sample], tie_tolerance=1e6, logprob_tolerance=1e6)["samples"][0]

@@ -60,7 +60,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """Whatever is asked once more is drafted from the answer before."""
+    """Repeated requests draft from the previous answer."""
     path = write_family(CASE, tmp_path_factory.mktemp("decisions") / "model", seed=5)
     with Engine(str(path), **SETTINGS) as engine:
         cycle = engine.loop._cycle
@@ -92,7 +92,7 @@ def wanted(engine) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def sampled(engine) -> dict[str, Any]:
-    """What a sampled answer with masks says in process."""
+    """Sampled answer with masks from the engine in process."""
     answer = engine.generate(
         input_ids=PROMPT, sampling_params=SAMPLED, return_sampling_mask=True, return_logprob=True, **ROWS
     )
@@ -173,7 +173,7 @@ def encoded(gates: np.ndarray) -> str:
 
 @pytest.mark.parametrize("kind", [ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE])
 def test_a_container_has_gates_and_masks_as_arrays(client, sampled, wanted, kind):
-    """The prompt's gates come once for all choices."""
+    """All choices share one copy of the prompt's gates."""
     body = {"input_ids": PROMPT, "sampling_params": {**SAMPLED, "n": 2}, "return_logprob": True, **ROWS}
     answer = client.post(GENERATE, json={**body, "return_sampling_mask": True}, headers={"accept": kind})
     assert answer.status_code == 200, answer.text
@@ -190,7 +190,7 @@ def test_a_container_has_gates_and_masks_as_arrays(client, sampled, wanted, kind
 
 
 def test_tokens_have_their_masks_as_vllm_writes_them(client, sampled):
-    """Whole, in a stream with each token's own, and in a container."""
+    """Compare a whole answer, a stream with each token's mask, and a container."""
     params = {"max_tokens": NUM_NEW, "temperature": 1.0, "top_k": 5, "seed": 7, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": params, "return_sampling_mask": True}
     (choice,) = ask(client, TOKENS, **body)["choices"]
@@ -209,7 +209,7 @@ def test_tokens_have_their_masks_as_vllm_writes_them(client, sampled):
 
 
 def test_the_log_prob_of_the_policy_is_the_other_one_within_the_mask(engine, sampled):
-    """Recomputed from the log-probs of the mask's ids: log-softmax over them."""
+    """Compare with the log-softmax over the log-probs of the mask's ids."""
     for place, mask in enumerate(sampled["output_token_sampling_mask"]):
         prompt = [*PROMPT, *(entry[1] for entry in sampled["output_token_logprobs"][:place])]
         answer = engine.generate(
@@ -227,7 +227,7 @@ def test_the_log_prob_of_the_policy_is_the_other_one_within_the_mask(engine, sam
 
 
 def test_accepted_drafts_are_named(client, wanted):
-    """As many as are counted; without drafts none. The answer itself does not change."""
+    """Named drafts are as many as counted ones, and none without drafts. The answer does not change."""
     body = {**BODIES[GENERATE], "return_draft_tokens": True, **ROWS}
     answers = [ask(client, GENERATE, **body) for _ in range(2)]
     meta = answers[1]["meta_info"]
@@ -291,7 +291,7 @@ def test_a_job_keeps_all_parts_in_its_shards(server_url, tmp_path):
 
 @pytest.mark.slow
 def test_a_request_goes_on_with_its_gates_and_masks(engine):
-    """At another replica: tokens that the first had committed bring theirs along."""
+    """Resume at another replica: committed tokens keep their parts."""
     params = {**SAMPLED, "max_new_tokens": 40}
     body = {"input_ids": PROMPT, "sampling_params": params, "stream": True, "return_sampling_mask": True, **ROWS}
     whole = engine.generate(input_ids=PROMPT, sampling_params=params, return_sampling_mask=True, **ROWS)

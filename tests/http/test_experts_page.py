@@ -138,7 +138,7 @@ def test_a_placement_is_told_and_moved_to(engine, monkeypatch):
 
 
 def test_of_placements_sent_at_once_one_is_taken(engine, monkeypatch):
-    """The others are refused with 409, and experts end where the taken one says."""
+    """The others get 409, and experts end at the accepted placement."""
     start = identity_placement(LAYERS, EXPERTS, ep_size=RANKS, num_redundant=REDUNDANT)
     eplb = EplbSteps(Migration(start, hosts=1, slots_per_step=8))
     monkeypatch.setattr(engine.loop, "eplb", eplb)

@@ -165,7 +165,7 @@ def test_a_stop_string_cuts_index_rows_where_it_cuts_routing(client, wanted, spa
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, CHAT, TOKENS])
 def test_every_route_takes_choices_to_replay(client, wanted, layout, path):
-    """A token that sees itself alone, or its own block, comes back so."""
+    """Force a token to see only itself or its own block; the answer returns that choice."""
     source = ask(client, GENERATE, **BODIES[GENERATE], **ROWS, routed_experts_format="packed")["meta_info"]
     text = [*PROMPT, *ask(client, GENERATE, **BODIES[GENERATE])["output_ids"]]
     chosen = wanted[:, own_rows(layout)]
@@ -247,7 +247,7 @@ def test_packed_rows_are_those_of_the_indexes(client, wanted, layout):
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
 def test_every_choice_has_its_own_rows(client, sparse, path):
-    """Of prompts that are cached, too: they are those of its tokens as a prompt that is computed anew."""
+    """Cached prompts return the same rows as newly computed ones."""
     body = json.loads(json.dumps(BODIES[path]))
     (body["sampling_params"] if path == GENERATE else body).update(n=3, temperature=1.0)
     body = {**body, "return_token_ids": True} if path == COMPLETIONS else body

@@ -41,7 +41,7 @@ test_forced_rows = forced_routing.test_the_rollout_s_own_rows_give_its_log_probs
 
 @pytest.fixture(scope="module")
 def engine(checkpoint):
-    """Whatever is asked once more is drafted from the answer before."""
+    """Repeated requests draft from the previous answer."""
     drafts = {"speculative_algorithm": "SIBLINGS", "speculative_num_steps": MOST}
     with Engine(model_path=str(checkpoint), **SERVED, **drafts) as engine:
         cycle = engine.loop._cycle

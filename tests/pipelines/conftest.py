@@ -81,7 +81,7 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 
 @pytest.fixture(scope="session")
 def engine(engine_with: EngineStore) -> Engine:
-    """One device, two decode buckets, several prefill buckets: its bits are what all is held to."""
+    """Reference engine: one device, two decode buckets, several prefill buckets."""
     with shapes_of_users():
         return engine_with.pinned(max_step_tokens=256, precompile_bs_paddings=[1, 16], structured_output=True)
 

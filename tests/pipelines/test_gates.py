@@ -87,7 +87,7 @@ def logprobs_of(found: list[dict]) -> list[np.ndarray]:
 
 
 def test_forced_gates_give_the_log_probs_of_the_run_and_others_do_not(engine: Engine, answers: list[dict]):
-    """A gate that is zero changes its token's log-prob, and none before it. Forced gates come back as gates."""
+    """A zero gate changes its token's log-prob and no earlier one. Forced gates are returned."""
     free = logprobs_of(scored(engine, answers, [None] * 3))
     same = logprobs_of(scored(engine, answers, [answer["meta_info"]["router_gates"] for answer in answers]))
     changed = [extract_router_gates_from_meta_info(answer).copy() for answer in answers]
@@ -127,7 +127,7 @@ def test_gates_need_experts(engine: Engine, answers: list[dict]):
 
 
 def test_a_server_without_the_setting_computes_no_gates_and_refuses_them(checkpoint: Path, answers: list[dict]):
-    """Its steps have no output for them, and no input."""
+    """Without the setting, steps have neither an input nor an output for gates."""
     experts = answers[0]["meta_info"]["routed_experts"]
     with Engine(str(checkpoint), **SETTINGS) as plain:
         for step in [each for each in programs_of(plain.runner.served, num_pages=8) if each.shape is not None]:
@@ -162,7 +162,7 @@ def test_four_devices_have_and_force_the_gates_of_one(engine: Engine, answers: l
 
 @pytest.mark.slow
 def test_any_subset_of_decisions_can_be_forced(tmp_path: Path):
-    """All of a run give its log-probs; zero gates change them, and so does an index that sees itself alone."""
+    """Forcing all parts of a run gives its log-probs; zero gates change them, as does an index limited to the token."""
     (sparse,) = [case for case in FAMILY_CASES if case.name == "glm_moe_dsa-1"]
     on = {"enable_return_router_gates": True, "enable_return_indexer_topk": True, "page_size": 16}
     path = write_family(sparse, tmp_path / "sparse", seed=5)
@@ -230,14 +230,14 @@ def runner(drafting: Path) -> HostRunner:
 
 @pytest.fixture(scope="module")
 def alone(runner: HostRunner, card: ModelCard) -> Outcomes:
-    """Each request alone, without drafts and with nothing cached."""
+    """Run each request alone, without drafts or cached prompts."""
     return run_alone(runner, card, mixed_workload(), way=replace(WAY, caches_prefixes=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS.keys())
 def test_the_way_does_not_show(runner: HostRunner, card: ModelCard, alone: Outcomes, changes: dict[str, Any]):
-    """Every gate is known, and the same bits."""
+    """Assert that every gate is known and equal to the bit."""
     cycle = cycle_for(runner, card, replace(WAY, **changes))
     found = run_on(cycle, card, mixed_workload(), intervene=changes.get("intervene"))
     cycle.scheduler.flush()
@@ -275,7 +275,7 @@ def test_cached_prompts_have_their_gates(runner: HostRunner, card: ModelCard, al
 def test_a_request_of_a_lost_replica_goes_on_with_its_gates(
     runner: HostRunner, card: ModelCard, alone: Outcomes, count: int
 ):
-    """Gates of committed tokens came with them; the other replica returns those that follow."""
+    """Committed tokens keep their gates; the other replica returns the following ones."""
     requests = [request for request in mixed_workload() if request.sampling.max_new_tokens > count]
     committed = []
     for request in requests:

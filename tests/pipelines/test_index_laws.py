@@ -42,7 +42,7 @@ NAMES = ("glm_moe_dsa-1", "deepseek_v32-0", "minimax_m3_vl_text-1")
 CASES = {case.name: case for case in FAMILY_CASES if case.name in NAMES}
 PARAMS = [*((name, "auto") for name in NAMES), (NAMES[0], "fp8")]
 DRAFTS, ALTERED = 3, 60
-"""Tokens that are drafted, and the position of a set that is altered."""
+"""Number of drafts, and position of the altered set."""
 NATIVE: dict[str, Any] = {
     "dtype": "bfloat16",
     "cpu_kernels": "native",
@@ -110,7 +110,7 @@ def runner(checkpoint: Path, kept: tuple[str, str], drafting: dict[str, Any]) ->
 
 @pytest.fixture(scope="module")
 def alone(runner: HostRunner, card: ModelCard) -> Outcomes:
-    """Each request alone, without drafts and with nothing cached."""
+    """Run each request alone, without drafts or cached prompts."""
     return run_alone(runner, card, mixed_workload(), way=replace(WAY, caches_prefixes=False))
 
 
@@ -123,7 +123,7 @@ def chosen_of(outcome: Outcome, card: ModelCard) -> np.ndarray:
 
 
 def test_many_tokens_do_not_see_all_before_them(alone: Outcomes, card: ModelCard):
-    """Or the laws would say little: many rows leave tokens or blocks out."""
+    """Many rows leave out tokens or blocks; otherwise the laws would be weak."""
     assert card.index is not None
     rows = np.concatenate([chosen_of(outcome, card) for outcome in alone.values()])
     assert ((rows != np.arange(card.index.top_k)).any(-1) & (rows >= 0).all(-1)).mean() > 0.4

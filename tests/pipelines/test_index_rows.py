@@ -165,7 +165,7 @@ def test_more_choices_than_a_step_can_force_are_spread_over_steps(engine: Engine
 
 
 def assert_spread(engine: Engine, limit: int) -> None:
-    """Assert that two prompts are forced at once, whose tokens would fit into a step or into fewer steps."""
+    """Force two prompts at once whose tokens would fit into fewer steps."""
     prompts = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (300, 170)]
     planned: list[int] = []
     free = engine.generate(

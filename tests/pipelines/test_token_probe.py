@@ -36,7 +36,7 @@ WAYS = {
 
 
 def asking() -> list[GenerationRequest]:
-    """Requests for states, listed log-probs and audits, of one choice and several, without outputs and with."""
+    """Requests for states, listed log-probs and audits, with one and several choices, with and without outputs."""
     generator = np.random.default_rng(11)
     requests = []
     for i, length in enumerate([1, 2, 33, 40, 77, 100]):
@@ -89,7 +89,7 @@ def test_they_are_those_of_the_reference(shown: Engine, alone: Outcomes, referen
 
 
 def check_layer_states(engine: Engine, request: GenerationRequest, found: Columns) -> None:
-    """The first is the embedding of each token, and sketches are those of the states."""
+    """The first state is the embedding of each token; sketches project the states."""
     states, start, tokens = as_array(found["layer_states"]), request.layer_states_start, request.prompt_ids
     table = load_file(Path(engine.card.path) / "model.safetensors")["model.embed_tokens.weight"]
     assert states.shape == (len(tokens) - start, 3, table.shape[1])
@@ -129,7 +129,7 @@ def answer_of(engine: Engine, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_teacher_s_pass_has_likeliest_tokens_states_and_rows(shown: Engine):
-    """All of one prompt that is scored once, under its rows as under those of the router."""
+    """Score a prompt under its own rows and under the router's; all states are equal."""
     asked = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
     asked |= {"top_logprobs_num": 5, "return_layer_states": True, "layer_states_start_len": 4}
     meta = answer_of(shown, return_routed_experts=True, **asked)["meta_info"]

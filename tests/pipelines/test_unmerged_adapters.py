@@ -1,4 +1,4 @@
-"""Several adapters beside the weights: each request is answered by its own, whatever runs beside it and comes later."""
+"""Several adapters beside the weights: other requests do not change a request's answer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def outputs(answer: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.fixture
 def assert_alike(is_native: bool) -> Callable[[Any, Any], None]:
-    """Compare answers: to the bit by native kernels; by XLA the last bit of a log-prob depends on the batch."""
+    """Compare answers: equal to the bit by native kernels; by XLA a log-prob's last bit depends on the batch."""
 
     def compare(ours: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
         if is_native:
@@ -78,7 +78,7 @@ def assert_alike(is_native: bool) -> Callable[[Any, Any], None]:
 def test_adapters_and_none_in_a_batch_are_each_answered_as_alone(
     engine: Engine, engine_with: EngineStore, assert_alike: Callable[[Any, Any], None]
 ):
-    """More adapters than resident ones take turns, and a server without them answers requests without them alike."""
+    """Adapters beyond the resident number take turns; requests without one match a server without the feature."""
     plain = engine_with(**ONE_BUCKET)
     wanted = {(None, place): outputs(ask(plain, prompt, None)) for place, prompt in enumerate(PROMPTS)}
     num_compilations = engine.runner.num_compilations_since_start

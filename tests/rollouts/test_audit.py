@@ -1,4 +1,4 @@
-"""`rayserve-moe audit` over shards of a rollout: right ones pass, and wrong ones are named."""
+"""`rayserve-moe audit` over rollout shards: right samples pass, wrong ones are named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def written(directory: Path, rollouts: list[Rollout], **sampling: float) -> Path
 
 
 def late(rollout: Rollout) -> Rollout:
-    """The rollout with every row a token late."""
+    """Return the rollout with every row delayed by a token."""
     assert rollout.routing is not None
     rows = np.concatenate([rollout.routing.rows[:1], rollout.routing.rows[:-1]])
     return replace(rollout, routing=replace(rollout.routing, rows=rows))
@@ -82,7 +82,7 @@ def test_masks_of_shards_are_audited(url: str, tmp_path: Path, capsys: pytest.Ca
 def test_log_probs_of_another_temperature_are_left_out(
     url: str, sampled: list[Rollout], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Those of this directory are wrong, and its job says that they are of another temperature."""
+    """Log-probs here are of another temperature, as the job says, so they are not audited."""
     wrong = [replace(each, logprobs=each.logprobs - 1) for each in sampled]
     hot, plain = written(tmp_path / "hot", wrong, temperature=0.7), written(tmp_path / "plain", wrong)
     assert main(["audit", str(hot), "--server", url]) == 0

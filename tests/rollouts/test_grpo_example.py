@@ -184,7 +184,7 @@ def test_tokens_of_a_sample_that_spans_an_update_are_those_of_their_own_weights(
 
 
 def test_a_run_over_the_protocol_of_tunix_learns_the_sums(engine, trainer, tmp_path):
-    """The reward rises from a coin's to nearly all, and no batch is further from the server than float32 is."""
+    """The reward rises from chance to nearly one, and each batch agrees with the server to float32."""
     settings = replace(SETTINGS, steps=24, prompts=24, group=8, tunix=True)
     with TunixSampling(Sampler(lambda: InProcess(engine))) as sampler:
         rows = run_to_end(Run(Parts(sampler, *trainer), settings, tmp_path), report=lambda rows: None)

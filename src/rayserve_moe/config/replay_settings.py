@@ -1,4 +1,4 @@
-"""Settings of what answers return beside text: routing and other decisions, hidden states, and evidence for audits."""
+"""Settings for evidence in answers: routing and other decisions, hidden states, and audits."""
 
 from __future__ import annotations
 

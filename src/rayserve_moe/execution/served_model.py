@@ -257,7 +257,7 @@ def single_adapter(served: ServedModel) -> AdapterStacks:
 
 
 def beside_weights(served: ServedModel) -> tuple[SlotArrays | None, AdapterStacks | None]:
-    """Return what the devices hold beside weights and state."""
+    """Return the arrays on the devices besides weights and state."""
     return served.staging, resident_adapters(served)
 
 

@@ -17,13 +17,13 @@ RIGHT, NUMERICS_ONLY = "right", "numerics only"
 SHIFTED_ROWS, WRONG_ROWS, WRONG_VERSION = "shifted rows", "wrong rows", "wrong version"
 WRONG_MASK, WRONG_LOGPROBS = "wrong mask", "wrong log-probs"
 VERDICTS = (RIGHT, NUMERICS_ONLY, WRONG_LOGPROBS, WRONG_MASK, WRONG_ROWS, SHIFTED_ROWS, WRONG_VERSION)
-"""From the mildest to the one that concerns most of a trajectory."""
+"""Verdicts from the mildest to the most severe."""
 PASSING = frozenset({RIGHT, NUMERICS_ONLY})
 MAX_PLACES = 256
 """Differing decisions that a report lists."""
 MAX_SHIFT = 8
 _MIN_SHIFTED_ROWS = 4
-"""Fewer rows could fit another position by chance."""
+"""Minimum rows for a shift; fewer could agree by chance."""
 _FITS = 0.9
 """Share of decisions that agree if rows belong to their position."""
 _OTHER_WEIGHTS_FAR = 0.2
@@ -35,7 +35,7 @@ next one) to 1 (the last of all), and the number of decisions below which it is 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Differences that rounding explains."""
+    """Maximum differences that count as rounding."""
 
     tie: float = 0.05
     """Margin of a near tie, in the unit of margins: a few roundings of a bfloat16 logit near 4."""
@@ -45,7 +45,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Claim:
-    """Trajectory as its owner has it."""
+    """Trajectory with its claimed rows, log-probs and masks."""
 
     token_ids: np.ndarray
     """Prompt and outputs, int32 [T]."""

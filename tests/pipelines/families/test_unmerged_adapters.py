@@ -47,7 +47,7 @@ def test_an_adapter_beside_the_weights_answers_as_its_merged_checkpoint(
 
 
 def answers_of(engine: Engine, name: str | None) -> list[tuple[Any, ...]]:
-    """Ask for one prompt after the other; return ids, log-probs of prompt and outputs, and rows."""
+    """Answer prompts one by one; return ids, log-probs of prompt and outputs, and rows."""
     found = []
     for prompt in PROMPTS:
         answer = engine.generate(

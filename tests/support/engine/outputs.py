@@ -98,14 +98,14 @@ def assert_same(
 
 
 def assert_same_index(actual: RoutedExperts, expected: RoutedExperts | None) -> None:
-    """Assert that the same tokens were chosen for every token, and that all rows are known, if any are expected."""
+    """Assert that index rows are equal and all known, if any are expected."""
     if expected is not None and expected.index is not None:
         assert actual.index is not None and all(row is not None for row in actual.index)
         np.testing.assert_array_equal(actual.index, expected.index)
 
 
 def assert_same_gates(actual: RoutedExperts, expected: RoutedExperts | None, *, tolerance: float) -> None:
-    """Assert that experts have the same weights, where both have captured them, and that all are known."""
+    """Assert that gates are equal and all known, where both outcomes captured them."""
     if actual.gates is not None and expected is not None and expected.gates is not None:
         assert not np.isnan(actual.gates).any()
         np.testing.assert_allclose(actual.gates, expected.gates, rtol=0, atol=tolerance)

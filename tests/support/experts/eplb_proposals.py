@@ -21,7 +21,7 @@ NOTHING = np.zeros(0, np.int32)
 SKEWED_CONFIG = replace(CORE_CONFIG, drawn=replace(CORE_CONFIG.drawn, router_skew=1.0))
 """The core model, with experts that are chosen far more than others."""
 SUMMED_CONFIG = replace(SKEWED_CONFIG, num_experts_per_tok=4)
-"""The same with four experts of a token: the sum of two is the same in any order."""
+"""The same with four experts per token, because a sum of two has no order."""
 SPREAD_SETTINGS = {
     "devices_per_host": 4,
     "num_redundant_experts": 4,

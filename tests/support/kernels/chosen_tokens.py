@@ -215,7 +215,7 @@ def attention_outcome(case: AttentionCase) -> Outcome:
 
 
 def prompt_outcome(case: PromptCase) -> Outcome:
-    """The kernel next to its definition; AssertionError if blocks that see all have not the bits of dense attention."""
+    """Compare a kernel with its definition; AssertionError if blocks that see all differ from dense attention."""
     use_small_blocks()
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     paged_sizes.MAX_ROWS, paged_sizes.MAX_KEYS = case.max_rows, 128
@@ -247,7 +247,7 @@ def prompt_outcome(case: PromptCase) -> Outcome:
 
 
 def block_outcome(case: BlockCase) -> Outcome:
-    """The kernel next to its definition; AssertionError if blocks that see all have not the bits of dense attention."""
+    """Compare a kernel with its definition; AssertionError if blocks that see all differ from dense attention."""
     paged_attention.cores_of_device = lambda _=None: 1
     paged_sizes.MAX_ROWS, paged_sizes.MAX_KEYS = case.max_rows, 128
     paged_choice.WORD_BITS, paged_choice.HALF_BITS = case.word_bits, case.word_bits // 2

@@ -1,4 +1,4 @@
-"""CPU seconds of tests, which do not depend on what else the machine does: `pytest --costs 40`."""
+"""CPU seconds of tests, which depend little on the load of the machine: `pytest --costs 40`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of engines in jax's own cache, which finds them by their text: a change compiles only what it changes.
+"""Engine programs in jax's own cache, which finds them by their text, so a change recompiles only what it affects.
 
 The package keeps programs by its source, finds them without tracing, and disables jax's cache while it compiles: on
 CPUs a program that came out of that cache, and is written anew, fails when it is called. Here it is kept as jax has it.

@@ -1,4 +1,4 @@
-"""How many step shapes engines of tests compile: the fewest that hold every step, or those of users."""
+"""Number of step shapes that engines of tests compile: the fewest that hold every step, or those of users."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_USERS = dict(CPUS)
 
 
 def compile_fewest_shapes() -> None:
-    """Have this process compile one shape of each kind where the settings list no sizes: none is worth compiling."""
+    """Compile one shape of each kind in this process where the settings list no sizes."""
     CPUS.update({name: replace(device, compile_s=float("inf")) for name, device in OF_USERS.items()})
 
 

@@ -240,7 +240,7 @@ SEEN: dict[str, Callable[[Shown], bool]] = {
     "nonsense": lambda shown: shown["plans_refused_total", "malformed"] > 0,
     "never due": lambda shown: shown["plan_overdue_periods",] >= 2,
 }
-"""What metrics show of each fault."""
+"""Metrics that show each fault."""
 
 
 @pytest.mark.parametrize("fault", SEEN)

@@ -36,7 +36,7 @@ def test_own_choices_have_the_distance_to_the_next_expert(name: str):
 
 @pytest.mark.parametrize("name", ["mixtral", "minimax", "ernie"])
 def test_the_margin_is_what_computed_experts_lack(name: str):
-    """All raised by a little more than the margin, they are the router's choice; by a little less they are not."""
+    """Raised by slightly more than the margin, the computed experts become the router's choice; by less they do not."""
     spec, drawn = RouterSpec(16, 3, **KINDS[name]), Drawn()
     generator, bias = np.random.default_rng(1), drawn.biases(spec)[1]
     logits = drawn.hidden @ drawn.router

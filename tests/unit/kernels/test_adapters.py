@@ -76,7 +76,7 @@ def test_a_matrix_that_adapters_never_change_is_left_alone():
 
 @pytest.mark.parametrize("num_heads", [1, 4])
 def test_latent_products_read_the_matrix_both_ways(num_heads: int):
-    """Keys and values of heads are B A c of a latent c: queries meet A^T B^T q, and attended latents B A c."""
+    """Keys and values of heads are B A c for a latent c: queries use A^T B^T q, attended latents B A c."""
     of_tokens, width = adapters(SLOTS, [0, 3, 4]), O // num_heads
     queries, latents = drawn(T, num_heads, width, seed=5), drawn(T, num_heads, I, seed=6)
     nothing = jnp.zeros((T, num_heads, I), jnp.float32)

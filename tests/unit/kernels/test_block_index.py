@@ -199,7 +199,7 @@ def test_contexts_within_the_choice_have_the_bits_of_dense_attention(kernels: st
 
 @pytest.mark.parametrize("num_nan", [1, 9], ids=["fewer than are chosen", "more"])
 def test_blocks_with_a_key_that_is_nan_are_chosen_by_every_table(kernels: str, num_nan: int):
-    """A set without them would hide that a token is not finite; the first key of a block is, and the last."""
+    """Without these keys the choice would hide that a token is not finite: the first and the last key of a block."""
     name, generator = "blocks within a span", np.random.default_rng(4)
     index = INDEXES[name]
     blocks = np.sort(generator.permutation(LENGTH // index.block_size - 1)[:num_nan])

@@ -1,4 +1,4 @@
-"""Adapters by the native CPU kernels are those of pure JAX; a token keeps its bits whatever is beside it."""
+"""Native CPU kernels compute adapters as pure JAX does; other tokens do not change a token's bits."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_attention_with_adapters_is_the_pure_layer(model: str):
 
 
 def test_a_token_has_the_same_bits_whatever_adapters_are_beside_it():
-    """The pages of other sequences are their own, so that a token without an adapter is that of the base model."""
+    """Sequences share no pages, so tokens without an adapter match the base model."""
     spec = spec_with()
     batch = batch_of([(1, 0), (2, 0)], [(0, 0, 8)])
     hidden, pairs = drawn_hidden(10, spec.hidden_size), grouped_pairs(drawn_weights(spec))

@@ -1,4 +1,4 @@
-"""The devices of a tensor axis choose for a share of the tokens each, and all of them have the choice of all tokens."""
+"""Devices of a tensor axis share the choice: each chooses for some tokens, and all receive every choice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step(num_singles: int, num_blocks: int) -> TokenBatch:
 
 @pytest.mark.parametrize(("num_singles", "num_blocks"), [(3, 6), (1, 4), (9, 0), (0, 1)])
 def test_shares_of_devices_are_the_choice_of_one(num_singles: int, num_blocks: int):
-    """A choice here holds all that it is made from, so a block on another device's page table would show."""
+    """A choice depends on the page table, so a block on another device's table would show."""
     plan, batch, seen = plan_for(local_devices(4)), step(num_singles, num_blocks), []
 
     def choose(queries_BQd, key_pages, places):

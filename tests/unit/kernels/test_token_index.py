@@ -56,7 +56,7 @@ def test_equal_scores_go_to_the_lower_position():
 
 
 def test_nan_counts_as_infinite_and_minus_infinity_is_a_score():
-    """Of equal ones the lower position is chosen; minus infinity comes after all numbers, but before unseen keys."""
+    """Ties choose the lower position; minus infinity ranks after all numbers and before unseen keys."""
     inf, nan = np.inf, np.nan
     keys = np.array([0, 1, nan, 3, -1, inf, 2, nan, inf, inf, 4, 0, inf, 1, 2, nan], np.float32)
     weights, positions = np.array([1, -1, 1, -1], np.float32), np.array([[14, 14, 6, 12]], np.int32)
@@ -189,7 +189,7 @@ NAN_KEYS = {"fewer than are chosen": (3, 17, 18, 60), "more": tuple(range(5, 5 +
 @pytest.mark.parametrize("places", NAN_KEYS.values(), ids=NAN_KEYS.keys())
 @pytest.mark.parametrize("is_narrow", [False, True], ids=["plain", "fp8"])
 def test_keys_that_are_nan_are_chosen_by_every_table(kernels: str, places: tuple[int, ...], is_narrow: bool):
-    """A set without them would hide that a token is not finite: all that see it are not, either."""
+    """Without these keys the choice would hide that a token is not finite; tokens that see it are not finite either."""
     dtype = BITS_OF_FP8[kernels] if is_narrow else KERNELS_OF[kernels]
     zeros = jnp.zeros((MODEL.num_layers * NUM_PAGES, PAGE, 1, WIDTH), KERNELS_OF[kernels]).astype(dtype)
     _, pool = chosen_over(kernels, zeros, first=0, count=LENGTH - 1)

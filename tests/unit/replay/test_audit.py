@@ -1,4 +1,4 @@
-"""Verdicts about claims whose passes are made up, and sketches."""
+"""Verdicts about claims with made-up passes, and sketches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Router gates on the wire: every form returns them, and what contradicts itself is refused."""
+"""Router gates on the wire: every form returns them, and contradictory ones are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_missing_rows_are_reported_and_only_a_container_has_the_others():
 
 
 def test_rows_that_were_captured_without_gates_are_missing():
-    """As in an answer that two servers gave, of which one captures none."""
+    """The answer comes from two servers, one of which captures no gates."""
     whole = gated(4)
     joined = joined_routing([routing_from(whole, 0), replace(gated(2, start=4), parts={})])
     assert gates.describe(joined, layout=LAYOUT, scale=SCALE)["missing"] == [[4, 6]]

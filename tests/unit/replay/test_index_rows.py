@@ -122,7 +122,7 @@ def packed_as(*rows: bytes, **fields: Any) -> dict:
 
 COUNTS = np.array([-1, -1], "<i4").tobytes()
 FAR = np.array([2, -1], "<i4").tobytes() + bytes([3, 255]) + np.array([2**31 - 5], "<u4").tobytes()
-"""A packed row whose second position is one more than int32 positions may be."""
+"""Packed row whose second position exceeds int32 by one."""
 
 
 @pytest.mark.parametrize(

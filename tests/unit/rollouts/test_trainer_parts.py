@@ -1,4 +1,4 @@
-"""Parts of a rollout by trainer rank: together they are the whole, and no process holds more than its own."""
+"""Parts of a rollout by trainer rank: their union is the whole, and no process holds more than its part."""
 
 from __future__ import annotations
 

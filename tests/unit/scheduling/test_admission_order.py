@@ -36,7 +36,7 @@ def test_the_most_cached_goes_first_and_of_equals_the_one_that_came_first():
 
 
 def test_the_most_cached_goes_first_from_any_place_in_a_long_queue():
-    """Each admission matches few sequences, so the last place is known after some of them."""
+    """Each admission matches few sequences, so the last place is found after several admissions."""
     num_waiting = 40 * CANDIDATES
     waiting, cached = queue_of(*[0] * (num_waiting - 1), 64)
     matched: list[Sequence] = []

@@ -1,4 +1,4 @@
-"""Programs of engines in tests: the fewest shapes, and what another version of the package has compiled."""
+"""Engine programs in tests: the fewest shapes, and those that another version of the package compiled."""
 
 from __future__ import annotations
 

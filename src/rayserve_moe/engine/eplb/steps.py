@@ -125,7 +125,7 @@ class EplbSteps(StepExtension):
         self.on_reading()
 
     def set_target(self, placement: ExpertPlacement) -> None:
-        """Have the next steps move experts to `placement`, replacing a running or requested migration of a plan.
+        """Move experts to `placement` in the next steps, replacing a running or requested migration of a plan.
 
         Raises: PlacementError if layers, slots or ranks differ, PlacementConflictError if experts are still moving to
         an ordered placement; then nothing changes.

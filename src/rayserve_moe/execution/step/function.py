@@ -132,7 +132,7 @@ def _parted(out: ForwardOutput, *, num_states: int, config: StepConfig) -> tuple
 def _given(
     model: ModelConfig, blocks: BlockInputs | None, *, adapters: AdapterStacks | None
 ) -> tuple[BlockInputs | None, AdapterStacks | None]:
-    """Return the partitions of what only some shapes are given."""
+    """Return the partitions of optional inputs."""
     return block_partitions(model, blocks), None if adapters is None else adapter_partitions(model)
 
 

@@ -202,7 +202,7 @@ def expert_sums(
 
 
 def _first(weights: Mapping[str, jax.Array], *names: str) -> str:
-    """Return the first name of a weight that is there."""
+    """Return the first name that the weights have."""
     return next(name for name in names if name in weights)
 
 

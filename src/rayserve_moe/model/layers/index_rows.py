@@ -44,7 +44,7 @@ def index_layout(spec: ModelSpec) -> IndexLayout | None:
 def by_index(
     rows: tuple[jax.Array, Pools], inputs: LayerInputs, *, mixer: str, choose: Callable[..., tuple[jax.Array, ...]]
 ) -> tuple[jax.Array, Pools]:
-    """Return what the index of a layer chooses, int32 [T, ..., K], and the pools with its keys of new tokens.
+    """Return the choice of a layer's index, int32 [T, ..., K], and the pools with the index keys of new tokens.
 
     `choose` is a kernel with its configuration, and `mixer` names the kind.
     """
