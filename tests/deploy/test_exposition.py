@@ -118,8 +118,10 @@ def test_the_docs_list_every_metric_and_those_of_vllm(families):
     only_with_limits |= {f"{PREFIX}rank_imbalance_ratio"}
     only_with_workers = {f"{PREFIX}{n}_total" for n in ("rebuilds", "rebuild_seconds", "rebuild_phase_seconds")}
     only_with_workers |= {f"{PREFIX}{n}" for n in ("requests_carried_over_total", "hosts_missing")}
+    only_with_adapters = {f"{PREFIX}adapters_{n}" for n in ("loaded", "resident", "dropped_total")}
+    only_with_adapters |= {f"{PREFIX}adapter_loads_total"}
     only_in_fleets = {f.name + "_total" * (f.type == "counter"): f.type for f in metrics_of_a_fleet()}
-    only_sometimes = only_with_limits | only_with_workers | only_in_fleets.keys()
+    only_sometimes = only_with_limits | only_with_workers | only_with_adapters | only_in_fleets.keys()
     assert {name: kind for name, kind in listed if name not in only_sometimes} == told
     assert only_sometimes <= dict(listed).keys() and only_in_fleets.items() <= dict(listed).items()
     mapped = re.findall(rf"^\| `vllm:\w+` \| .*?`({PREFIX}\w+)`", DOCS, re.MULTILINE)

@@ -71,8 +71,10 @@ TEXT_ALONE = {"stop", "stop_strings_after", "no_stop_trim", "stop_regex", "inclu
 TEXT_ALONE |= {"skip_special_tokens", "kept_special_ids", "repetition_detection", "logprobs_mode"}
 WRITTEN_ALONE = {"incremental", "stream_routed_experts", "routed_experts_start", "thinking_token_budget"}
 OF_OTHER_SERVERS = {"return_indexer_topk", "return_router_gates", "adapter"}
+OF_AUDITS_AND_TEACHERS = {"is_audited", "return_layer_states", "layer_states_start"}
 SHOWS_DRAFTS = {"return_draft_tokens"}
 NUMBERED = {"request_id", "prompt_ids", "first_choice", "sampling"}
+NOT_DRAWN = TEXT_ALONE | WRITTEN_ALONE | OF_OTHER_SERVERS | OF_AUDITS_AND_TEACHERS | SHOWS_DRAFTS | NUMBERED
 
 
 def test_mixes_have_every_field_that_reaches_the_engine(speculating: Engine):
@@ -80,7 +82,7 @@ def test_mixes_have_every_field_that_reaches_the_engine(speculating: Engine):
     requests = [one for seed in range(4) for one in random_requests(seed, count=16, layout=speculating.card.routing)]
     for records in (requests, [request.sampling for request in requests]):
         for field in fields(records[0]):
-            if field.name not in TEXT_ALONE | WRITTEN_ALONE | OF_OTHER_SERVERS | SHOWS_DRAFTS | NUMBERED:
+            if field.name not in NOT_DRAWN:
                 assert any(getattr(record, field.name) != field.default for record in records), field.name
 
 

@@ -233,7 +233,7 @@ def test_small_shards_hold_the_same(url: str, prompts: Path, tmp_path: Path, und
         (["--seed", "1"], "another seed"),
         (["--no-routing"], "another routing"),
         (["--index-rows"], "index rows are not captured"),
-        (["--index-rows", "--no-routing"], "exclude each other"),
+        (["--index-rows", "--no-routing"], "--no-routing excludes --index-rows"),
         (["--tokenizer", "/absent"], "tokenizer.json is missing"),
         (["--out", "out"], "give an absolute path"),
         (["--out", "/tmp/ray/session/runtime_resources/working_dir_files/x/out"], "Ray's copy"),

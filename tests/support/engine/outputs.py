@@ -52,7 +52,7 @@ Outcomes = dict[tuple[str, int], Outcome]
 
 
 def outcome_of_answer(answer: Mapping[str, Any], layout: RoutingLayout) -> Outcome:
-    """Read an answer of `Engine.generate` that was asked for log-probs."""
+    """Read an answer of `Engine.generate` that was asked for log-probs; index rows are left out."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     routing = None

@@ -8,7 +8,7 @@
 #include "case.h"
 #include "index.h"
 
-// `kind`: any scores, many equal ones, zeros of either sign, tiny and infinite ones, and what is not a number.
+// `kind`: any scores, many equal ones, zeros of either sign, tiny and infinite ones, and NaN, which ranks as infinite.
 inline void index_choice(Case c, int64_t count, int64_t top_k, int kind) {
   std::vector<float> scores(count);
   std::normal_distribution<float> normal;
@@ -20,7 +20,7 @@ inline void index_choice(Case c, int64_t count, int64_t top_k, int kind) {
   }
   std::vector<int32_t> found(top_k), places(count);
   for (int64_t i = 0; i < count; ++i) places[i] = int32_t(i);
-  const auto key = [&](int32_t place) { return std::isnan(scores[place]) ? -INFINITY : scores[place]; };
+  const auto key = [&](int32_t place) { return std::isnan(scores[place]) ? INFINITY : scores[place]; };
   std::stable_sort(places.begin(), places.end(), [&](int32_t a, int32_t b) { return key(a) > key(b); });
   places.resize(top_k);
   std::sort(places.begin(), places.end());
