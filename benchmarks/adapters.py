@@ -55,7 +55,7 @@ TITLES = {
 
 
 def write_adapter(checkpoint: Path, directory: Path, *, rank: int, seed: int) -> Path:
-    """Write a random adapter of every matrix whose products take adapters."""
+    """Write a random adapter of all adapted matrices."""
     files, random = open_checkpoint(checkpoint), np.random.default_rng(seed)
     spec, rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
     specs = parameter_specs(spec, dtype="bfloat16")
@@ -97,7 +97,7 @@ def measure(engines: Mapping[str, Engine], *, repeats: int) -> dict[str, dict[st
 
 
 def adapters(measured: Mapping[str, Any]) -> str:
-    """A table with the rates of every side, and their ratio to requests without an adapter."""
+    """Return a table with the rates of every side, and their ratio to requests without an adapter."""
     parts = measured["parts"]
     rows = []
     for side, title in TITLES.items():

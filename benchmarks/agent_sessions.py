@@ -34,7 +34,7 @@ from rayserve_moe.scheduling.sequence import Sequence as Waiting
 
 BEGIN_S, TOOL_S = 30.0, 4.0
 FIRST_COMPARED, MAX_PASSED_OVER = 8, 16
-"""Of the order `front`."""
+"""Limits of the order `front`."""
 
 
 def by_arrival(waiting: Sequence[Waiting], *, cached_tokens: Callable[[Waiting], int]) -> int:
@@ -57,13 +57,13 @@ ORDERS = {"arrival": by_arrival, "front": by_front, "cached": None}
 
 
 def ordered(order: str) -> AbstractContextManager[Any]:
-    """Have schedulers admit in an order inside the context."""
+    """Admit in an order inside the context."""
     choose = ORDERS[order]
     return nullcontext() if choose is None else patch.object(scheduler, "next_to_admit", choose)
 
 
 def sessions(count: int, *, turns: float, seed: int) -> Iterator[Conversation]:
-    """Sessions in order of time."""
+    """Yield sessions by start time."""
     draw = np.random.default_rng(seed)
     shape = replace(SHAPES["agents"], turns=turns, gap_s=TOOL_S)
     for at in np.sort(draw.uniform(0, BEGIN_S, count)).tolist():
@@ -71,7 +71,7 @@ def sessions(count: int, *, turns: float, seed: int) -> Iterator[Conversation]:
 
 
 def figures(seen: Seen) -> dict[str, float]:
-    """Times of sessions and requests, and rates."""
+    """Return times of sessions and requests, and rates."""
     spans: dict[int, tuple[float, float]] = {}
     for asked in seen.asked:
         began, ended = spans.get(id(asked.conversation), (asked.arrived_at, asked.last_at))
@@ -90,7 +90,7 @@ def figures(seen: Seen) -> dict[str, float]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every order at every number of sessions, all with the same sessions."""
+    """Simulate every order at every number of sessions, all with the same sessions."""
     sizes = {"page_size": LIMITS.page_size, "longest": LIMITS.max_tokens - 1}
     found = slice_replica(arguments.model, arguments.topology, num_data_ranks=arguments.data_ranks, **sizes)
     limits = replace(LIMITS, num_data_ranks=found.num_data_ranks, num_pages=found.num_pages)

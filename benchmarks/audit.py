@@ -3,8 +3,8 @@
     python -m benchmarks.audit [--samples 10000] [--batch 64] [--sides native bfloat16 float32] [--out FILE.json]
 
 The calculator samples sums in bfloat16 by native kernels. The same server audits the samples, then servers that compute
-in bfloat16 by XLA and in float32: what these find is numerics. The plain scoring of the same tokens (`/generate` with
-forced rows and log-probs) is timed beside each audit. Last, one fault is planted in each of `--faults` samples.
+in bfloat16 by XLA and in float32, whose findings are numerics. Plain scoring of the same tokens (`/generate` with
+forced rows and log-probs) is timed next to each audit. Last, one fault is planted in each of `--faults` samples.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Plant = Callable[[np.ndarray, np.random.Generator, int], np.ndarray]
 
 @contextmanager
 def client_of(side: str, model: Path) -> Iterator[tuple[BlockingRolloutClient, str, RoutingLayout]]:
-    """A client of a server of this process, the server's address, and the layout of its rows."""
+    """Client of a server in this process, its address, and the layout of its rows."""
     settings = {
         "enable_return_routed_experts": True, "enable_audit": True, "max_running_requests": 64,
         "precompile_bs_paddings": [64], "max_step_tokens": 256, "num_pages": 1024, "structured_output": False,
@@ -118,7 +118,7 @@ def scored(url: str, samples: Sequence[dict[str, Any]]) -> None:
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one side."""
+    """Return the figures of a side."""
     entries = found["entries"]
     return {
         "verdicts": dict(Counter(entry["verdict"] for entry in entries)),
@@ -164,7 +164,7 @@ FAULTS: dict[str, Plant] = {
 def planted(
     client: BlockingRolloutClient, rollouts: Sequence[Rollout], layout: RoutingLayout, *, batch: int
 ) -> dict[str, dict[str, int]]:
-    """Return by fault: the samples, the failing ones, and those whose first difference is the first planted one."""
+    """Return, by fault, the numbers of samples, of failing samples, and of faults located exactly."""
     generator, counts = np.random.default_rng(0), {}
     for name, plant in FAULTS.items():
         samples, firsts = [], []

@@ -35,7 +35,7 @@ SIDES: dict[str, tuple[str, dict[str, bool]]] = {
     "masks": (WITH, {"returns_mask": True}),
     "gates_masks": (WITH, {"returns_gates": True, "returns_mask": True}),
 }
-"""The server of each side, and what is requested beside rows."""
+"""Server and requested parts of each side."""
 
 
 def run_side(client: BlockingRolloutClient, prompts: list[list[int]], fields: dict[str, bool], *, length: int) -> Any:

@@ -8,17 +8,12 @@ priced with all sequences at each of the contexts that fit: a pool for them is a
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compiled_cases import run_cases
 from benchmarks.markdown import markdown_table
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.memory import bytes_on_device
@@ -69,9 +64,7 @@ CASES = {
         SparseCase("glm-5.2", "v6e:4x8", 8, 4, 16, "int8"),
     )
 }
-"""In bfloat16 where it fits; v6e:4x8 is the smallest slice of its chip that holds the models."""
-KEY = "sparse_contexts"
-RESULTS = Path(__file__).parent / "results" / "sparse_contexts.json"
+"""Cases in bfloat16 if it fits; v6e:4x8 is the smallest v6e slice that holds the models."""
 
 
 def compile_here(case: SparseCase, folder: Path) -> dict[str, Any]:
@@ -111,16 +104,6 @@ def _kept(estimate: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(name: str) -> dict[str, Any]:
-    """Compile a case in a process of its own; RuntimeError with the end of its errors if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.sparse_contexts", "--only", name, "--into", folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr[-1000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def sparse_contexts(cases: Mapping[str, Any]) -> str:
     """Return a row per case and context; GB are 1e9 bytes of one device."""
     heading = ["model, slice and sequences", "split, experts", "context", "memory, GB", "limit, GB"]
@@ -156,22 +139,9 @@ def _cells(found: Mapping[str, Any], at_2048: Mapping[str, float] | None) -> lis
 
 
 def main() -> None:
-    """Estimate every case, writing the result file after each; then print its table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=list(CASES), action="append", help="may be given more than once")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    names = arguments.only or list(CASES)
-    if arguments.into:
-        sys.stdout.write(json.dumps(compile_here(CASES[names[0]], arguments.into)))
-        return
-    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {KEY: {}}
-    for name in names:
-        known[KEY][name] = run(name)
-        known[KEY] = {case: known[KEY][case] for case in CASES if case in known[KEY]}
-        arguments.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    print(sparse_contexts(known[KEY]))
+    """Estimate the cases and print their table."""
+    purpose = __doc__.splitlines()[0]
+    run_cases("benchmarks.sparse_contexts", purpose, cases=CASES, compile_here=compile_here, table=sparse_contexts)
 
 
 if __name__ == "__main__":

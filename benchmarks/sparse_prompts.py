@@ -2,20 +2,14 @@
 
     python -m benchmarks.sparse_prompts [--only NAME] [--out FILE.json]
 
-Each case is a server with a `max_model_len` of 128k. Its step of 1,024 prompt tokens per data rank is compiled once, in
-a process of its own, and priced for a prompt of which earlier steps computed a part. Beside it stands the same step
-with what it replaces: attention masked by XLA, and an index that every device of the tensor axis computes by itself.
+Each case is a server with a `max_model_len` of 128k. A separate process compiles its step of 1,024 prompt tokens per
+data rank once, and prices it at several positions in a prompt. The table also estimates the step without these kernels:
+XLA masks attention, and every device of the tensor axis computes the whole index.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.compiled_cases import run_cases
 from benchmarks.markdown import markdown_table
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.execution.programs.compiled import lowered, optimized
@@ -47,7 +42,7 @@ from rayserve_moe.tools.served_cases import case_of_model, lay_out
 
 LONGEST, TOKENS, PAGE = 1 << 17, 1024, 128
 STARTS = (0, 7 << 10, 31 << 10, 63 << 10, 127 << 10)
-"""Tokens of the prompt that earlier steps computed."""
+"""Prompt tokens computed by earlier steps."""
 INDEX, ATTENTION = "token_index", "paged_attention"
 LATENT, ROW, TOP_K, POOL_PAGES = 512, 576, 2048, 4096
 """Sizes of latents and of a choice, which are the same in these models; pages of a pool to compile with."""
@@ -74,8 +69,6 @@ CASES = {
         PromptCase("glm-5.2", "v5p:2x4x4", 4),
     )
 }
-KEY = "sparse_prompts"
-RESULTS = Path(__file__).parent / "results" / "sparse_prompts.json"
 
 
 def compile_here(case: PromptCase, folder: Path) -> dict[str, Any]:
@@ -182,7 +175,7 @@ class Alone:
 
 
 def _with_spans(block: Block, spans: int) -> Block:
-    """Return a program's tree with `spans` trips of the loops whose trips are known only at run time."""
+    """Return a program's tree with `spans` trips for loops without a static trip count."""
     items: list[Any] = []
     for item in block.items:
         match item:
@@ -194,16 +187,6 @@ def _with_spans(block: Block, spans: int) -> Block:
             case _:
                 items.append(item)
     return Block(items)
-
-
-def run(name: str) -> dict[str, Any]:
-    """Compile a case in a process of its own; RuntimeError with the end of its errors if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.sparse_prompts", "--only", name, "--into", folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def sparse_prompts(cases: Mapping[str, Any]) -> str:
@@ -222,22 +205,9 @@ def sparse_prompts(cases: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Estimate every case, writing the result file after each; then print its table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=list(CASES), action="append", help="may be given more than once")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    names = arguments.only or list(CASES)
-    if arguments.into:
-        sys.stdout.write(json.dumps(compile_here(CASES[names[0]], arguments.into)))
-        return
-    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {KEY: {}}
-    for name in names:
-        known[KEY][name] = run(name)
-        known[KEY] = {case: known[KEY][case] for case in CASES if case in known[KEY]}
-        arguments.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    print(sparse_prompts(known[KEY]))
+    """Estimate the cases and print their table."""
+    purpose = __doc__.splitlines()[0]
+    run_cases("benchmarks.sparse_prompts", purpose, cases=CASES, compile_here=compile_here, table=sparse_prompts)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A teacher's pass over given tokens: log-probs alone, and with likeliest tokens, states of layers and rows.
+"""Scoring pass of a teacher: log-probs alone, and with likeliest tokens, layer states and rows.
 
     python -m benchmarks.teacher [--prompts 64] [--tokens 256] [--repeats 5] [--size tiny] [--out FILE.json]
 

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class TunixSampling:
-    """A context manager around the server of a `Sampler`, with the calls of one. They may come from several threads."""
+    """Context manager around a `Sampler`'s server, with the sampler's methods. Callable from several threads."""
 
     def __init__(self, server: Sampler) -> None:
         self._server, self._loop = server, asyncio.new_event_loop()

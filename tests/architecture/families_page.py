@@ -40,7 +40,7 @@ In MiniMax-M3 (`block_gqa`), an index chooses the `sparse_topk_blocks` blocks of
 token sees, by each head of the index for the query heads of its KV heads. The score of a block is its largest product;
 equal scores go to the lower block. Contexts of up to that many blocks have the bits of dense attention. Native CPU
 kernels skip blocks that are not chosen. On TPUs, XLA scores the keys of longer contexts. With blocks of 128 and heads
-of at least 128, the paged kernel then reads the chosen pages alone for single tokens, and masks those of prompts.
+of at least 128, the paged kernel reads only the chosen pages for single tokens, and masks prompts.
 
 Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, `rotary_dim` of
 MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna, and of MiMo

@@ -122,9 +122,9 @@ def replica_class() -> Any:
 
 
 def temporary_files(family: list[int]) -> set[Path]:
-    """Files with a name that these processes have open or mapped where files do not stay.
+    """Return named files in temporary folders that these processes have open or mapped.
 
-    Those of Ray, and of an environment or a checkout that lies there, are left aside.
+    Files of Ray, of an environment and of a checkout are ignored.
     """
     found = set()
     for pid in family:

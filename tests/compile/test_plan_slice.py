@@ -83,7 +83,7 @@ def test_a_step_costs_what_the_compiled_one_is_estimated_at(name):
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b", "mimo-v2-flash", "qwen3.5-35b-a3b"])
 def test_a_step_waits_for_the_keys_that_it_reads(name):
-    """Also if kinds of attention have different heads and windows, and if only some layers have keys."""
+    """Plan models with several kinds of attention, and with layers without keys."""
     plan = plan_for(devices_of(SLICE), data_size=4)
     own = model_config(spec_from_config(read_config(name)), plan, experts=ExpertSettings())
     short, long = (step_cost(own, StepTokens(16, context), topology=SLICE) for context in (2048, 4096))

@@ -109,7 +109,7 @@ def test_beyond_a_choice_an_index_is_read_and_the_chosen_rows_alone():
     model = lay_out(case_of_model("deepseek-v3.2", "v5p:2x4x4", tp=4, values=values)).config
     short, long = (step_work(model, StepSizes("v5p:2x4x4", 2, context)) for context in (2048, 8192))
     assert (short.sparse, long.sparse) == (SparseWork(0, 2048, 2048), SparseWork(2, 8192, 2048, 1))
-    assert long.hbm_bytes - short.hbm_bytes == pytest.approx(61 * 8192 * 128 * 2), "a device scores one of two"
+    assert long.hbm_bytes - short.hbm_bytes == pytest.approx(61 * 8192 * 128 * 2), "a device scores half of the tokens"
     assert long.flops - short.flops == pytest.approx(2 * 61 * 8192 * 64 * 128)
     (dense,), (nothing,) = (found.attention.values() for found in (short, long))
     assert dense.kv_bytes == 2 * 2048 * 640 * 2 and (nothing.num_visits, nothing.kv_bytes) == (0, 0)

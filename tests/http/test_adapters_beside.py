@@ -111,7 +111,7 @@ def test_requests_name_adapters_by_every_field_that_servers_have(http, paths):
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['who']} {each['path']}")
 def test_what_trainers_send_is_served(http, paths, recorded):
-    """A trainer's window of versions is kept, and the least recently used beyond it leave."""
+    """Adapters of a trainer's window are kept; the least recently used ones beyond it are dropped."""
     routes = recorded["path"].split(" then ")
     bodies = recorded["body"] if isinstance(recorded["body"], list) else [recorded["body"]] * len(routes)
     if "load_lora_adapter" not in routes[0] or "_from_" in routes[0]:

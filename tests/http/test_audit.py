@@ -29,7 +29,7 @@ EXACT = 1e-4
 
 
 class Trajectory(NamedTuple):
-    """A sampled answer as a client keeps it."""
+    """Sampled answer as a client keeps it."""
 
     ids: list[int]
     prompt_len: int
@@ -64,7 +64,7 @@ def sampled(http: Any, layout: Any, *, seed: int, count: int = 1, num_new: int =
 
 
 def body_of(layout: Any, one: Trajectory, **fields: Any) -> dict[str, Any]:
-    """A sample of a body, with its own rows, log-probs, masks and version unless `fields` replace them."""
+    """Return a sample for a body; `fields` replace its rows, log-probs, masks or version."""
     rows = fields.pop("rows", one.rows)
     packed = DIALECTS["packed"].encode(RoutedExperts(rows), layout)
     own = {"logprobs": one.logprobs, "sampling_mask": one.masks, "weight_version": "0"}

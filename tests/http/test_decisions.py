@@ -27,6 +27,7 @@ from rayserve_moe.rollouts.records import decisions_of
 from tests.http.conftest import assert_idle, served
 from tests.http.test_journal import RESUME, all_events, begin, pair_over, told_of
 from tests.support.engine.schedulers import some_reach
+from tests.support.engine.shared_settings import SMALL
 from tests.support.engine.step_gate import unhurried
 from tests.support.models.families import FAMILY_CASES, write_family
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream, wait_until
@@ -39,13 +40,7 @@ ROWS = {"return_routed_experts": True, "return_router_gates": True}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_k": 5, "sampling_seed": 7, "ignore_eos": True, "max_new_tokens": NUM_NEW}
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_running_requests": 4,
-    "num_pages": 64,
-    "page_size": 16,
-    "max_step_tokens": 32,
-    "precompile_bs_paddings": [4],
-    "enable_return_routed_experts": True,
+    **SMALL,
     "enable_return_router_gates": True,
     "speculative_algorithm": "SIBLINGS",
     "speculative_num_steps": MAX_DRAFTS,
@@ -227,7 +222,7 @@ def test_the_log_prob_of_the_policy_is_the_other_one_within_the_mask(engine, sam
 
 
 def test_accepted_drafts_are_named(client, wanted):
-    """Named drafts are as many as counted ones, and none without drafts. The answer does not change."""
+    """The number of named drafts equals the counter, 0 without drafts. The answer does not change."""
     body = {**BODIES[GENERATE], "return_draft_tokens": True, **ROWS}
     answers = [ask(client, GENERATE, **body) for _ in range(2)]
     meta = answers[1]["meta_info"]

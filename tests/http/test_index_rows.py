@@ -30,7 +30,7 @@ from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKEN
 from tests.support.serving.journal_server import OwnJournal
 
 CASES = ("glm_moe_dsa-1", pytest.param("minimax_m3_vl_text-1", marks=pytest.mark.slow))
-"""An index of tokens that layers share, and one of blocks with two heads."""
+"""Cases: a token index shared by layers, and a block index with two heads."""
 PROMPT = [*range(30, 100)]
 NUM_NEW = 8
 ROWS = {"return_routed_experts": True, "return_indexer_topk": True}
@@ -93,7 +93,7 @@ def wanted(sparse, layout):
 
 
 def own_rows(layout):
-    """The rows of layers with an index among those of all layers with sparse attention."""
+    """Return the rows of layers with their own index."""
     if layout.layer_ids == layout.sparse_layer_ids:
         return np.arange(len(layout.layer_ids))
     return np.searchsorted(layout.sparse_layer_ids, layout.layer_ids)

@@ -136,9 +136,9 @@ def answers_of(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[st
 
 
 def index_rows_of(answers: Sequence[dict[str, Any]]) -> list[np.ndarray | None]:
-    """The index rows of answers, [T, I, K] each, which other layers repeat; None for answers without any.
+    """Return the index rows of answers, [T, I, K] each; None for answers without any.
 
-    A layer stands several times where its index has several heads; those of one layer follow each other.
+    Layers that share an index repeat its row. A layer has a row for each head of its index, one after another.
     """
     found: list[np.ndarray | None] = []
     for answer in answers:

@@ -20,6 +20,7 @@ from rayserve_moe.replay.encoding import routing_until
 from rayserve_moe.requests.columns import as_array
 from rayserve_moe.requests.records import GATES, ModelCard, RequestError
 from rayserve_moe.requests.results import ChoiceResult
+from tests.support.engine.cached_prompts import check_cached_prompts
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.engine.outputs import Outcomes, assert_identical
 from tests.support.engine.run_requests import cycle_for, preempt_every, run_alone, run_on, speculation_of
@@ -262,12 +263,7 @@ def test_outputs_that_were_accepted_drafts_are_as_many_as_are_counted(
 
 @pytest.mark.slow
 def test_cached_prompts_have_their_gates(runner: HostRunner, card: ModelCard, alone: Outcomes):
-    cycle = cycle_for(runner, card, WAY)
-    for _ in range(2):
-        found = run_on(cycle, card, mixed_workload())
-        assert_identical(found, alone)
-    assert sum(outcome.num_cached for outcome in found.values()) > 500
-    cycle.scheduler.flush()
+    check_cached_prompts(runner, card, alone)
 
 
 @pytest.mark.slow

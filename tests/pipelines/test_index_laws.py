@@ -21,6 +21,7 @@ from rayserve_moe.replay.encoding.index import index_rows_of
 from rayserve_moe.replay.index_rows import packed_index
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RoutedExperts, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
+from tests.support.engine.cached_prompts import check_cached_prompts
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.engine.outputs import Outcome, Outcomes, assert_identical
 from tests.support.engine.run_requests import (
@@ -86,7 +87,7 @@ def checkpoint(kept: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def drafting(checkpoint: Path, kept: tuple[str, str]) -> dict[str, Any]:
-    """Settings of drafts: by a prediction layer with an index of its own, or for MiniMax-M3 by a head."""
+    """Return the draft settings: a prediction layer with its own index, or a head for MiniMax-M3."""
     directory, name = checkpoint.parent / "draft", "NEXTN"
     if kept[0] == NAMES[2]:
         name = "EAGLE3"
@@ -140,12 +141,7 @@ def test_the_way_does_not_show(runner: HostRunner, card: ModelCard, alone: Outco
 
 
 def test_cached_prompts_have_their_rows(runner: HostRunner, card: ModelCard, alone: Outcomes):
-    cycle = cycle_for(runner, card, WAY)
-    for _ in range(2):
-        found = run_on(cycle, card, mixed_workload())
-        assert_identical(found, alone)
-    assert sum(outcome.num_cached for outcome in found.values()) > 500
-    cycle.scheduler.flush()
+    check_cached_prompts(runner, card, alone)
 
 
 def test_a_replay_has_the_log_probs_of_the_run_and_an_altered_set_is_seen(

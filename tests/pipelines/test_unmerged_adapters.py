@@ -31,7 +31,7 @@ def made(core_checkpoint: Path) -> list[MadeAdapter]:
 
 @pytest.fixture
 def engine(engine_with: EngineStore, made: list[MadeAdapter], tmp_path: Path) -> Engine:
-    """An engine with three adapters, of which two are resident."""
+    """Engine with three adapters and two resident slots."""
     engine = engine_with(**BESIDE)
     for name in list(engine.loop.control.adapters.table.current):
         assert engine.unload_lora_adapter(name).success

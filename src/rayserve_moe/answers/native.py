@@ -29,7 +29,7 @@ MASK_COUNTS, MASK_IDS = "sampling_mask_counts", "sampling_mask_ids"
 """Arrays of a container: the number of ids that each output could have had, and these ids, output after output."""
 
 
-def native_answer(  # noqa: PLR0913 (what differs from call to call is by keyword)
+def native_answer(  # noqa: PLR0913 (keyword arguments that vary by call)
     request: GenerationRequest,
     result: ChoiceResult,
     *,
@@ -41,8 +41,8 @@ def native_answer(  # noqa: PLR0913 (what differs from call to call is by keywor
 ) -> dict:
     """Return the `/generate` object of a choice without routing; `finish_reason` is None while the choice runs.
 
-    `token_text` returns the third member of log-prob entries; without it they are None. With `arrays`, those of a
-    container, sampling masks are put there.
+    `token_text` returns the third member of log-prob entries; without it they are None. `arrays` are the arrays of a
+    container and receive sampling masks.
     """
     versions = weight_version_ranges(request, result)
     meta_info = {
@@ -89,7 +89,7 @@ def gate_fields(
 ) -> dict:
     """Return `router_gates` and `router_gates_info` of rows, both None if no row is known; empty unless requested.
 
-    With `arrays`, those of a container, the gates of known rows are put there.
+    `arrays` are the arrays of a container and receive the gates of known rows.
     """
     if not request.return_router_gates or card.gates is None:
         return {}
@@ -212,7 +212,7 @@ def _native_columns(request: GenerationRequest, result: ChoiceResult, arrays: di
 
 
 def column_fields(values: Values, arrays: dict[str, np.ndarray] | None, *, name: str) -> dict:
-    """Return a column as lists under `name`; with `arrays`, those of a container, sampling masks are put there."""
+    """Return a column as lists under `name`; sampling masks go to the container's `arrays`, if given."""
     if arrays is None or not isinstance(values, Ragged):
         return {name: values.tolist()}
     arrays |= {MASK_COUNTS: values.lengths, MASK_IDS: values.values}

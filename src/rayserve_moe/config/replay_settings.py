@@ -31,5 +31,5 @@ class ReplaySettings:
     """Accept `/audit`: steps with prompts also compute the routers' own choices beside forced ones, and sketches of
     the residual stream."""
     state_layers: tuple[int, ...] = _number((), (0, 4096), "hidden_state_layers")
-    """Layers whose inputs `return_layer_states` returns for prompts; the number of layers stands for the output of the
-    last one."""
+    """Layers for `return_layer_states`, which returns their inputs at prompt positions; the number of layers selects
+    the output of the last layer."""

@@ -89,7 +89,7 @@ def with_evidence(
 ) -> tuple[Sampled, dict[str, jax.Array]]:
     """Return the samples and the columns of evidence: `entropy` float32 [S] and `listed_logprobs` [S, L].
 
-    `requested_SF` int32 [S, F] holds what a row requests, then its listed ids, -1 for none (`columns.evidence_row`).
+    `requested_SF` int32 [S, F] holds the flags of a row, then its listed ids, -1 for none (`columns.evidence_row`).
     Columns are of the sampled distribution before truncation, or of the model's own at temperature 1 if the lowest bit
     is set; the sample's log-prob, its rank and the most likely tokens then refer to it as well. -1 requests nothing.
     """

@@ -67,7 +67,7 @@ class AdapterTable(StepExtension):
         self.current: dict[str, str] = {}
         """Key of each name."""
         self.loaded: dict[str, LoadedAdapter] = {}
-        """By key; other threads read it, so only `record` and `unload` change it."""
+        """Loaded adapters by key; other threads read it, so only `record` and `unload` change it."""
         self._slots: dict[str, int] = {}
         """Place of each resident adapter, least recently used first."""
         self._used_at: dict[str, int] = {}
@@ -76,7 +76,7 @@ class AdapterTable(StepExtension):
         self._totals = AdapterTotals()
 
     def key_of(self, requested: str) -> str:
-        """Return the key of an adapter by its name, or a key of its own.
+        """Return the key of an adapter, given its name or its key.
 
         Raises: UnknownAdapterError if it is not loaded.
         """
@@ -149,7 +149,7 @@ class AdapterTable(StepExtension):
         }
 
     def _make_resident(self, key: str, needed: Collection[str]) -> int:
-        """Return a place for an adapter: a free one, or the one of the least recently used that no chunk needs."""
+        """Return a slot for an adapter: a free one, else that of the least recently used adapter without chunks."""
         taken = self._slots.values()
         slot = next((each for each in range(self._settings.num_slots) if each not in taken), None)
         if slot is None:

@@ -93,7 +93,7 @@ def model_card(
 
 
 def _state_layers(spec: ModelSpec, replay: ReplaySettings) -> tuple[int, ...]:
-    """Return the layers whose inputs are returned. Raises: SettingsError for layers that the model lacks."""
+    """Return the layers for layer states. Raises: SettingsError for layers that the model lacks."""
     layers = replay.state_layers
     if len(set(layers)) < len(layers) or max(layers, default=0) > spec.num_layers:
         raise SettingsError(f"hidden_state_layers must be different layers from 0 to {spec.num_layers}")

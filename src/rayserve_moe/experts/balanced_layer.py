@@ -64,7 +64,7 @@ def step_capacity(valid_T: jax.Array, capacity_factor: jax.Array, *, config: Exp
     return StepCapacity(valid_W, capacity_of(capacity_factor, valid_W, k=top_k, num_slots=config.num_slots))
 
 
-def assign_slots(  # noqa: PLR0913 (what differs from call to call is by keyword)
+def assign_slots(  # noqa: PLR0913 (keyword arguments that vary by call)
     scores: ExpertScores,
     valid_T: jax.Array,
     *,

@@ -44,7 +44,7 @@ class LayerRouting(NamedTuple):
     native: NativeChoice | None = None
 
 
-def apply_experts(  # noqa: PLR0913 (what differs from call to call is by keyword)
+def apply_experts(  # noqa: PLR0913 (keyword arguments that vary by call)
     hidden_TD: jax.Array,
     router: RouterWeights,
     weights: ExpertWeights,

@@ -1,4 +1,4 @@
-"""The router's own choice beside the experts that were computed, for audits of forced routing."""
+"""Router's own choice beside the computed experts, for audits of forced routing."""
 
 # T tokens   E experts   K experts per token   G groups
 

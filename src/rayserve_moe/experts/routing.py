@@ -45,7 +45,8 @@ def router_of_layer(stacked: StackedRouter) -> RouterWeights:
 class ForcedExperts(NamedTuple):
     """Experts that replace the router's choice for the last X tokens of a step: ids [X, K] in their order, -1: none.
 
-    `is_any`: whether any token of the step is forced. `gates_XK` replace the experts' weights, float32, NaN: none.
+    `is_any`: bool scalar, True if any token of the step is forced. `gates_XK` replace the experts' weights, float32,
+    NaN: none.
     """
 
     ids_XK: jax.Array

@@ -73,7 +73,7 @@ def placement_arrays(placement: ExpertPlacement) -> PlacementArrays:
     return PlacementArrays(*(np.ascontiguousarray(array, dtype=np.int32) for array in arrays))
 
 
-def choose_slots(  # noqa: PLR0913 (what differs from call to call is by keyword)
+def choose_slots(  # noqa: PLR0913 (keyword arguments that vary by call)
     ids_TK: jax.Array,
     valid_T: jax.Array,
     maps: PlacementArrays | None,

@@ -304,8 +304,8 @@ BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
 }
 """Candidates for block-sparse grouped attention by name of a table, which also compute the model's dense layers.
 
-On a TPU as `SPARSE_ATTENTION`, but XLA chooses the blocks. Of other sizes XLA also attends to them, beyond as many as
-are chosen.
+On a TPU as `SPARSE_ATTENTION`, but XLA chooses the blocks. For sizes without a kernel XLA also attends to them, once a
+context has more blocks than are chosen.
 """
 
 KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}

@@ -119,7 +119,7 @@ def _share(
 
 
 def _of_all(chosen_BQK: jax.Array, num_blocks: int, plan: ParallelPlan | None) -> jax.Array:
-    """Return the choice of all blocks from those of the devices that share them."""
+    """Gather the choice of all blocks from the devices that share them."""
     if plan is None or not _is_shared(num_blocks, plan):
         return chosen_BQK
     by_rank = plan.stack_tensor_ranks(chosen_BQK, dim=1)

@@ -1,4 +1,4 @@
-"""Resident adapters as arrays: a pair of stacks for every matrix whose products take adapters."""
+"""Resident adapters as arrays: a pair of stacks for every adapted matrix."""
 
 # L layers   S resident adapters   R rank   I inputs   O outputs
 
@@ -55,7 +55,7 @@ def adapter_shapes(
 ) -> AdapterStacks:
     """Return shapes and shardings of `num_slots` resident adapters, or without that dimension of a single one.
 
-    Inputs and outputs are cut over the devices as those of the matrix.
+    Inputs and outputs are sharded like the matrix.
     """
     stacks: AdapterStacks = {}
     slots = () if num_slots is None else (num_slots,)

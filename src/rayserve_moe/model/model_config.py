@@ -80,7 +80,7 @@ AdapterStacks = dict[str, dict[str, AdapterPair]]
 
 
 class StepAdapters(NamedTuple):
-    """Resident adapters, and those of the tokens of a step."""
+    """Resident adapters, and the adapter of each token of a step."""
 
     stacks: AdapterStacks
     tokens: TokenAdapters

@@ -89,8 +89,8 @@ def forward(  # noqa: PLR0913 (the options of a call)
     selection in prefill blocks; balanced selection ignores it. `forced_choices` likewise replace the choices of
     indexes. `capacity_factor` is a float32 scalar if slots have limited capacity. `asked` are layers whose inputs are
     returned; `num_layers` stands for the output of the last layer. `captures` requests `chosen_ITK` and `gates_MTK`;
-    projections `sketch_DP` (float32) request `audit`. `adapters` are those of the tokens; without them no token has
-    one.
+    projections `sketch_DP` (float32) request `audit`. `adapters` hold the adapter of each token; None: no
+    token has one.
     """
     hidden_TD = embedded(params, batch.token_ids_T, config=config)
     inputs = step_inputs(batch, pools, config)._replace(

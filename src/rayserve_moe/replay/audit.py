@@ -1,7 +1,7 @@
 """Verdicts about trajectories: claimed rows, log-probs and sampling masks against a server's own of the same tokens.
 
 A forced pass computes the claimed rows and records the router's own choice beside them, so that each difference is its
-layer's own. Only a trajectory that fails takes a free pass, whose rows and log-probs tell why it fails.
+layer's own. A failing trajectory takes a free pass, which shows why it fails by its rows and log-probs.
 """
 
 # T tokens   R claimed rows, the first R of T   M MoE layers   K experts per token   O output tokens
@@ -112,7 +112,7 @@ class AuditReport:
     k3: float | None = None
     """Mean of exp(d) - 1 - d over the outputs, in nats per token."""
     first_logprob: int | None = None
-    """Position of the first output whose log-prob is not within the tolerance."""
+    """Position of the first output with a log-prob beyond the tolerance."""
     first_mask: int | None = None
     """Position of the first output that its mask excludes."""
 

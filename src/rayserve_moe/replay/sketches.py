@@ -1,8 +1,8 @@
 """Sketches of the residual stream: projections that a server and a trainer compare layer by layer.
 
-A sketch of a state x [D] is x @ M in float32. M [D, P] has entries of +1 and -1 over sqrt(D), so that the mean square
-of a sketch is near that of x. Entry (d, p) is negative if the top bit of output number SEED + d * P + p of splitmix64
-(https://prng.di.unimi.it/splitmix64.c), counted from 0 with the state 0 at first, is set.
+A sketch of a state x [D] is x @ M in float32. The entries of M [D, P] are +1 or -1 over sqrt(D), which keeps the mean
+square. Entry (d, p) is negative if output SEED + d * P + p of splitmix64 has its top bit set. Outputs are counted from
+0, and the generator starts in state 0 (https://prng.di.unimi.it/splitmix64.c).
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class SketchDistance:
     """Distance of two forward passes over the same tokens."""
 
     by_layer: list[float]
-    """Norm of the difference of the sketches over the norm of the first's, for the input of each layer and the last
-    output."""
+    """Relative distance |ours - theirs| / |ours| of the sketches, by layer input, then for the last output."""
     first: tuple[int, int] | None
-    """First token, and layer whose input parts, if the distance of a layer exceeds that of all layers before."""
+    """(token, layer) at which the passes diverge (`compare_sketches`); None if they do not."""
 
 
 def compare_sketches(
@@ -51,8 +50,8 @@ def compare_sketches(
 ) -> SketchDistance:
     """Compare sketches [T, layers + 1, P] of two passes.
 
-    Passes part at the first layer whose distance is above `noise` (relative; rounding of bfloat16 is 2^-9) and above
-    `factor` times the largest distance of the layers before it. The token is the first one that is as far apart there.
+    Passes diverge at the first layer with a distance above `noise` (relative; bfloat16 rounds by 2^-9) and above
+    `factor` times the maximum distance of earlier layers. The token is the first one beyond the same bound there.
 
     Raises: ValueError for sketches of different shapes.
     """

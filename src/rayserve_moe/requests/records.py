@@ -175,7 +175,7 @@ class RequestedEvidence:
     return_layer_states: bool = stated(False, FLAG, openai=None, vllm=None)
     """Return the inputs of the layers that the server shows, at positions of the prompt."""
     layer_states_start: int = stated(0, COUNT, sglang="layer_states_start_len", openai=None, vllm=None)
-    """First position whose states are returned."""
+    """First position with returned states."""
     is_audited: bool = False
     """True if the routers' own choices and sketches are returned at all positions of the prompt."""
 
@@ -187,7 +187,7 @@ class RequestedEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedAdapter:
-    """Adapter whose output is requested."""
+    """Name or key of the requested adapter; empty for none."""
 
     adapter: str = stated("", text(MAX_ADAPTER_KEY), sglang="lora_path", openai="lora_path", vllm=None)
     """Name of a loaded adapter, or its key, NAME@DIGEST; empty: the model alone. The engine replaces names by keys."""
@@ -346,7 +346,7 @@ class PromptEvidence(NamedTuple):
     audits: bool = False
     """True if the server was started for audits."""
     state_layers: tuple[int, ...] = ()
-    """Layers whose inputs are returned; empty if they do not leave the devices."""
+    """Layers for layer states; empty if states stay on the devices."""
     state_size: int = 0
     """Length of such an input."""
 

@@ -33,7 +33,7 @@ def are_known(values: np.ndarray) -> np.ndarray:
 
 
 def known_part(routing: RoutedExperts, name: str) -> np.ndarray | None:
-    """Return the entries of a part, without those of missing rows; None if it was not captured."""
+    """Return the entries of a part, unknown for missing rows; None if it was not captured."""
     values = routing.parts.get(name)
     if values is None or not routing.missing:
         return values

@@ -84,7 +84,7 @@ class SampleRequest:
 
     @property
     def returned(self) -> dict[str, bool]:
-        """Return the fields of a request that select what is returned."""
+        """Return the fields of a request that select returned parts."""
         return {
             "return_routed_experts": self.returns_routing,
             "return_indexer_topk": self.returns_index,

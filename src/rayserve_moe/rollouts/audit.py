@@ -1,4 +1,4 @@
-"""The work of `rayserve-moe audit`: samples of a rollout sent to `/audit`, the verdicts, and a chart of them."""
+"""`rayserve-moe audit`: send samples of a rollout to `/audit`, and report and chart the verdicts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LIGHT, _DARK = np.array([247, 247, 247]), np.array([178, 24, 43])
 
 
 def run(options: argparse.Namespace) -> int:
-    """Audit the samples, write and print what is wanted; return 0 if all pass and 1 otherwise.
+    """Audit the samples, print and write the reports; return 0 if all pass and 1 otherwise.
 
     Raises: ValueError for shards and servers that do not fit together, and without an answer of the server.
     """
@@ -123,7 +123,7 @@ def _index_of(rollouts: Rollouts, sample: int, routing: RoutedExperts) -> Any:
 
 
 def _chosen(rollouts: Rollouts, *, version: str, max_samples: int) -> list[int]:
-    """Return the samples to audit, at even distances if there are more than wanted."""
+    """Return the samples to audit, evenly spaced if there are more than `max_samples`."""
     found = [i for i, own in enumerate(rollouts.weight_version) if version in ("", own)]
     if not found:
         versions = sorted(set(rollouts.weight_version))

@@ -13,7 +13,7 @@ MAX_BATCH = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("shards", type=Path, help="directory of a rollout job, or one of its shards, with routing")
+    add("shards", type=Path, help="directory of a rollout job, or a single shard, with routing")
     add("--server", required=True, metavar="URL", help="a server with enable_audit; its key in RAYSERVE_MOE_API_KEY")
     add("--weight-version", default="", help="samples of these weights (default: all, which must be the served ones)")
     add("--max-samples", type=int, default=0, help="samples to audit, at even distances (default: all)")

@@ -322,7 +322,7 @@ class BlockingRolloutClient:
         return self._run(self._client.place_experts(placement))
 
     def audit(self, samples: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """Compare trajectories with what the server computes for them; return the report of `/audit`.
+        """Audit trajectories on the server; return the report of `/audit`.
 
         `samples` and `options` are the fields of its body. Raises Refused with status 409 for other weights.
         """

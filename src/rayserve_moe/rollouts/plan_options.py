@@ -16,7 +16,7 @@ LAST, ANY = "last", "any"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("shards", type=Path, help="directory of a rollout job, or one of its shards, with routing")
+    add("shards", type=Path, help="directory of a rollout job, or a single shard, with routing")
     add("--weight-version", default=LAST, help="rows of these weights, `any`, or `last`: of the last sample (default)")
     add("--today", type=Path, help="placement file of today (default: experts in their own order)")
     add("--url", default="", help="a running server whose placement is today's; its key in RAYSERVE_MOE_API_KEY")

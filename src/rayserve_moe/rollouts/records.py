@@ -193,7 +193,7 @@ class Decisions(NamedTuple):
     sampling_logprobs: np.ndarray | None
     """Log-probs of outputs among these ids, float32."""
     drafted: np.ndarray | None
-    """True for outputs that were accepted drafts, bool."""
+    """bool: True for outputs that are accepted drafts."""
 
 
 def decisions_of(rollouts: Rollouts, sample: int) -> Decisions:

@@ -41,12 +41,12 @@ class TrainerRank:
     def __post_init__(self) -> None:
         for rank, count in ((self.data_rank, self.num_data_ranks), (self.context_rank, self.num_context_ranks)):
             if not 0 <= rank < count:
-                raise ValueError(f"rank {rank} is not one of {count} ranks")
+                raise ValueError(f"rank {rank} is not in [0, {count})")
         if self.layout not in (ZIGZAG, CONTIGUOUS):
             raise ValueError(f"layout {self.layout!r} is neither {ZIGZAG!r} nor {CONTIGUOUS!r}")
 
     def samples_of(self, num_samples: int) -> range:
-        """Return the samples of the data rank: neighbours, as many on each rank but for one."""
+        """Return the consecutive samples of the data rank; counts of ranks differ by at most one."""
         first, end = (rank * num_samples // self.num_data_ranks for rank in (self.data_rank, self.data_rank + 1))
         return range(first, end)
 

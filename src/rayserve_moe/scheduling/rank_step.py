@@ -19,7 +19,7 @@ from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, PREFILL_BLOCK_
 from rayserve_moe.state.groups import EntryGroup, PageGroup
 
 CANDIDATES = 8
-"""Waiting sequences of each kind whose cached prefixes are matched before an admission."""
+"""Maximum waiting sequences of each kind to match before an admission."""
 MIN_PASSES, PASSES_PER_WAITING = 16, 2
 """Times that others may be admitted before the sequence at the front: a minimum, and a number per waiting sequence."""
 

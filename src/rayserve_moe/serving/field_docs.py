@@ -132,7 +132,7 @@ FIELD_DOCS = {
     "response_format": "Format of the answer: text, a JSON object, or a JSON schema.",
     "return_cached_tokens_details": "Return the number of cached prompt tokens in `sglext`.",
     "return_entropy": "Return the entropy in nats at every output.",
-    "layer_states_start_len": "First prompt position whose states of layers are returned.",
+    "layer_states_start_len": "First prompt position of the returned layer states.",
     "return_layer_states": "Return the inputs of the layers that the server shows, at positions of the prompt.",
     "return_hidden_states": "Return states of the last layer: of all tokens, or of the last.",
     "return_indexer_topk": "Return the positions that the indexes of sparse attention choose, by token and layer.",

@@ -18,7 +18,7 @@ GROUPS = {
         "/v1/messages/count_tokens": "how many tokens the prompt of such a message has",
         "/v1/score": "SGLang's probabilities of labels after texts; vLLM's cosines of pairs of texts",
         "/v1/embeddings": "hidden states at the last tokens of texts, as unit vectors",
-        "/audit": "given trajectories against what this server computes for them: a verdict and the first difference",
+        "/audit": "compare trajectories with the server's routing and log-probs: a verdict and the first difference",
         "/tokenize": "ids of a text, or of messages in the chat template",
         "/detokenize": "the text of ids: vLLM's `prompt` and SGLang's `text`",
     },

@@ -21,7 +21,7 @@ PROMPTS = [list(range(3, 3 + length)) for length in (5, 40)]
 def test_an_adapter_beside_the_weights_answers_as_its_merged_checkpoint(
     core_checkpoint: Path, kernel_settings: dict[str, str], is_native: bool, tmp_path: Path, num_devices: int
 ):
-    """In float32: ids and routing are equal, and log-probs of prompts and outputs within 1e-5."""
+    """Compare in float32: equal ids and routing, and log-probs of prompts and outputs within 1e-5."""
     if is_native:
         pytest.skip("merged weights are rounded to bfloat16")
     with Engine(

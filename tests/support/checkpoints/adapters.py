@@ -85,7 +85,7 @@ class _Making:
                 self.merge(name, b.astype(np.float64) @ a)
 
     def beside_weights(self, rank: int) -> None:
-        """Adapt every matrix whose products take adapters: attention, shared experts, dense layers."""
+        """Adapt every matrix of attention, shared experts and dense layers."""
         taking = {(each.group, each.name) for each in adapted_matrices(self.tree, self.spec)}
         for name, places in self.places.items():
             if any((place.path[0], place.path[-1]) in taking for place in places):
@@ -175,7 +175,7 @@ def make_adapter(checkpoint: Path, layout: str = "fused", *, seed: int = 1, othe
 
 
 def make_adapter_beside(checkpoint: Path, *, seed: int, rank: int = RANK) -> MadeAdapter:
-    """Make an adapter of all matrices whose products take adapters."""
+    """Make an adapter of all adapted matrices."""
     making = _Making(checkpoint, seed)
     making.beside_weights(rank)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "bias": "none", "target_modules": ["q_proj"]}

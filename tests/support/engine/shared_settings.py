@@ -42,18 +42,18 @@ CORE: dict[str, Any] = {
     **ONE_BUCKET,
 }
 """An engine over the core model, without the programs that held samples need."""
-INDEXED: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "dtype": "float32",
     "max_running_requests": 4,
     "num_pages": 64,
     "page_size": 16,
     "max_step_tokens": 32,
     "precompile_bs_paddings": [4],
-    "structured_output": False,
     "enable_return_routed_experts": True,
-    "enable_return_indexer_topk": True,
 }
-"""An engine over a model with sparse attention that returns index rows."""
+"""Settings of an engine with few rows and pages that returns routing rows."""
+INDEXED: dict[str, Any] = {**SMALL, "structured_output": False, "enable_return_indexer_topk": True}
+"""The same with index rows."""
 MOVING: dict[str, Any] = {
     "enable_eplb": True,
     "eplb_slots_per_step": 1,

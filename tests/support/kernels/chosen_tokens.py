@@ -242,7 +242,7 @@ def prompt_outcome(case: PromptCase) -> Outcome:
     found, dense = (np.asarray(each, np.float32) for each in (found, dense))
     is_dense = positions.max(axis=1) < case.top_k
     np.testing.assert_array_equal(found[is_dense], dense[is_dense])
-    assert (found != dense).any(axis=(2, 3))[positions >= case.top_k].all(), "no choice is that of all tokens"
+    assert (found != dense).any(axis=(2, 3))[positions >= case.top_k].all(), "no query chooses all tokens"
     return FAULTS_FOUND.outcome(np.abs(found - expected).max(), np.abs(expected).max())
 
 
@@ -272,12 +272,12 @@ def block_outcome(case: BlockCase) -> Outcome:
     is_dense = positions.max(axis=1) // width < case.top_k
     if case.num_heads == BLOCKS.num_heads:  # others are padded, and products of more rows may have other bits
         np.testing.assert_array_equal(found[is_dense], dense[is_dense])
-    assert (found != dense).any(axis=(2, 3))[positions // width >= case.top_k].all(), "no choice is that of all blocks"
+    assert (found != dense).any(axis=(2, 3))[positions // width >= case.top_k].all(), "no query chooses all blocks"
     return FAULTS_FOUND.outcome(np.abs(found - expected).max(), np.abs(expected).max())
 
 
 def outcome_of(case: Case) -> Outcome:
-    """The outcome of a case of one of the kernels."""
+    """Return the outcome of a case of any kernel."""
     if isinstance(case, BlockCase):
         return block_outcome(case)
     if isinstance(case, PromptCase):

@@ -18,10 +18,10 @@ def cpu_seconds() -> float:
 
 
 class Costs:
-    """Notes the seconds of each test, its first use of fixtures included, and shows the `num_shown` largest."""
+    """Records the seconds of each test with its first use of fixtures, and shows the `max_num_shown` largest."""
 
-    def __init__(self, num_shown: int) -> None:
-        self._num_shown = num_shown
+    def __init__(self, max_num_shown: int) -> None:
+        self._max_num_shown = max_num_shown
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
@@ -46,5 +46,6 @@ class Costs:
             if report.when == "call":
                 costs[report.nodeid] += sum(value for name, value in report.user_properties if name == SECONDS)
         terminalreporter.section(f"{sum(costs.values()):.0f} CPU seconds in {len(costs)} tests")
-        for nodeid, seconds in costs.most_common(self._num_shown):
-            terminalreporter.line(f"{seconds:8.2f} {nodeid}")
+        by_cost = sorted(costs.items(), key=lambda entry: -entry[1])
+        for name, seconds in by_cost[: self._max_num_shown]:
+            terminalreporter.line(f"{seconds:8.2f} {name}")

@@ -21,15 +21,15 @@ _Pickler = serialize_executable._JaxPjrtPickler
 
 
 class _Latest(threading.local):
-    """The latest program of an engine in a thread, as jax's cache has it; None if it was compiled."""
+    """Latest engine program of a thread as found in jax's cache; None if it was compiled."""
 
     stored: bytes | None = None
     is_engine = False
-    """Whether the thread compiles a program of an engine."""
+    """True while the thread compiles an engine program."""
 
 
 class SharedPrograms:
-    """While started, engines take programs from jax's cache as well."""
+    """Shares engine programs through jax's cache while started."""
 
     def __init__(self) -> None:
         self._patch = pytest.MonkeyPatch()

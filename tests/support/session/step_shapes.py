@@ -1,4 +1,4 @@
-"""Number of step shapes that engines of tests compile: the fewest that hold every step, or those of users."""
+"""Step shapes that engines of tests compile: the fewest that hold every step, or the default shapes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def compile_fewest_shapes() -> None:
 
 @contextmanager
 def shapes_of_users() -> Generator[None]:
-    """Compile all shapes that users get inside the context."""
+    """Compile the default shapes inside the context."""
     with patch.dict(CPUS, OF_USERS):
         yield

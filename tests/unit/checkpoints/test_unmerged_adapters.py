@@ -41,7 +41,7 @@ def held(config, tensors, model, *, names=(), dtype="float32", tensor_size=1):
 
 @pytest.mark.parametrize("case", FIRST)
 def test_products_are_what_merging_adds_to_each_parameter(case: FamilyCase, tmp_path: Path):
-    """Also where devices hold copies of KV heads, and where parameters are parts of a tensor of the files."""
+    """Place matrices with copied KV heads, and parameters that are parts of a file's tensor."""
     checkpoint = write_family(case, tmp_path / "model", seed=3)
     files, made = open_checkpoint(checkpoint), make_adapter_beside(checkpoint, seed=5, rank=3)
     pairs, matrices = held(made.config, made.tensors, files.config, names=files.tensors, tensor_size=4)

@@ -23,7 +23,7 @@ def loaded(name: str) -> LoadedAdapter:
 
 
 class Tables:
-    """A scheduler with an adapter table whose steps are planned one after the other."""
+    """Scheduler with an adapter table; steps are planned sequentially."""
 
     def __init__(self, *, num_slots: int = 2, num_held: int = 3, per_step: int = 0) -> None:
         settings = AdapterSettings(num_slots, 8, per_step, num_held)

@@ -51,7 +51,7 @@ def test_what_a_plan_wants_is_copied_beside_the_samples(wanted: dict[str, Any], 
 
 @pytest.mark.parametrize("num_words", [1, 3])
 def test_a_mask_is_the_ids_of_its_bits(num_words: int) -> None:
-    """Ids equal those of unpacking all bits; a sample without a mask has none."""
+    """Unpacking all bits gives the same ids; a sample without a mask has none."""
     generator = np.random.default_rng(num_words)
     bits = generator.integers(-(2**31), 2**31, (6, num_words)).astype(np.int32)
     bits[[1, 4]] = 0

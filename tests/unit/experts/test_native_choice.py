@@ -1,4 +1,4 @@
-"""The router's own choice beside computed experts: its margin is what the computed ones lack."""
+"""The router's own choice beside computed experts, with the margin that the computed ones lack."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def run(
     kernels: str = "cpu",
     pairs: dict[str, AdapterPair] | None = None,
 ) -> tuple[np.ndarray, jax.Array]:
-    """Outputs of all tokens [T, D], computed chunk by chunk, and the pool. What no token wrote is NaN.
+    """Return the outputs of all tokens [T, D], computed chunk by chunk, and the pool, NaN in unwritten rows.
 
     With `pairs` all tokens have the adapter in `SLOT`.
     """

@@ -1,4 +1,4 @@
-"""Products with adapters are those of each token's own adapter; tokens without one keep the bits of the base model."""
+"""Products with each token's own adapter; tokens without one keep the bits of the base model."""
 
 # T tokens   L layers   S resident adapters   N adapters of a step   R rank   I inputs   O outputs
 
@@ -32,7 +32,7 @@ SLOTS = [3, -1, 0, 3, -1, 4]
 
 
 def adapters(slots: list[int], order: list[int]) -> LayerAdapters:
-    """Return the adapters of tokens if a step has those of `order`."""
+    """Return the adapters of tokens in a step with the adapters `order`."""
     place = [order.index(slot) if slot >= 0 else -1 for slot in slots]
     tokens = TokenAdapters(jnp.asarray(order, jnp.int32), jnp.asarray(place, jnp.int32))
     return LayerAdapters({"q": PAIR}, jnp.int32(LAYER), tokens)

@@ -128,7 +128,7 @@ def compiled(kernels: str, name: str, top_k: int):
 
 
 def run(kernels: str, name: str, chunks: Chunks, *, top_k: int = 0, nan_keys: Sequence[int] = ()) -> Found:
-    """The choice and the outputs of a sequence, and the outputs of dense attention. What no token wrote is NaN.
+    """Return the choice and the outputs of a sequence, and dense outputs; unwritten rows are NaN.
 
     Keys of the index at `nan_keys` are NaN after the first chunk.
     """

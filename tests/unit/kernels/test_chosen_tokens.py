@@ -46,7 +46,7 @@ class Chip:
     [(Chip(1.3825e12, 229.5e12), 32, 59_000), (Chip(819e9, 197e12), 16, 170_000), (Chip(8e12, 918e12), 16, 478_000)],
 )
 def test_a_mask_is_left_where_copies_cost_less(monkeypatch, chip: Chip, heads: int, context: int):
-    """v5p, v5e, and a chip whose memory is faster than a core requests copies."""
+    """Rates of v5p, of v5e, and of a chip limited by a core's copy requests."""
     monkeypatch.setattr(pltpu, "get_tpu_info", lambda: chip)
     found = masked_tokens(heads, 640, 512, top_k=2048)
     assert context < found < 1.03 * context

@@ -124,7 +124,7 @@ def compiled(kernels: str, top_k: int):
 
 
 def run(kernels: str, chunks: Chunks, *, top_k: int = TOP_K) -> tuple[Found, np.ndarray]:
-    """The choice and the outputs of a sequence, and the outputs of dense attention. What no token wrote is NaN."""
+    """Return the choice and the outputs of a sequence, and dense outputs; unwritten rows are NaN."""
     dtype, hidden = KERNELS_OF[kernels], drawn(MODEL)
     rows = MODEL.num_layers * NUM_PAGES
     widths = MODEL.kv_lora + MODEL.rope, WIDTH

@@ -145,7 +145,7 @@ def test_four_devices_compute_what_one_does(backend, shared):
     ids=str,
 )
 def test_every_part_moves_the_logits(change):
-    """What multiplies the sum of experts does so without a norm of that sum, which would undo it."""
+    """Factors of the expert sum are tested without a norm of the sum, which would cancel them."""
     own = {"separate_norms": False} if len(change) > 1 else {}
     before, after = outputs(spec_with(**own))[0], outputs(spec_with(**change))[0]
     assert np.abs(before - after).max() > 1e-4

@@ -15,7 +15,7 @@ EXACT = Tolerances(1e-3, 1e-3)
 
 
 def drawn(seed: int = 0) -> tuple[Claim, Scored]:
-    """A claim and the pass that gives it."""
+    """Return a claim and a matching pass."""
     generator = np.random.default_rng(seed)
     rows = generator.permuted(np.tile(np.arange(NUM_EXPERTS), (TOKENS, LAYERS, 1)), axis=-1)[..., :TOP_K]
     logprobs = -generator.random(TOKENS - 1).astype(np.float32)
@@ -25,7 +25,7 @@ def drawn(seed: int = 0) -> tuple[Claim, Scored]:
 
 
 def under(claim: Claim, free: Scored, *, rank: int = NUM_EXPERTS) -> Scored:
-    """A forced pass whose differing decisions have a large margin and `rank`."""
+    """Return a forced pass with a large margin and `rank` at differing decisions."""
     differs = (np.sort(claim.rows, -1) != np.sort(free.native[:-1], -1)).any(-1)
     ranks = free.ranks.copy()
     ranks[:-1][differs] = rank

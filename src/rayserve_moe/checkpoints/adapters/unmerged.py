@@ -44,8 +44,8 @@ def held_adapter(
 ) -> HeldAdapter:
     """Return the matrices of an adapter in the dtype of the weights; the scale is multiplied into B in float32.
 
-    Raises CheckpointError as `merged_tensors`, for a rank above `max_lora_rank`, and for a tensor of a matrix whose
-    products take no adapters.
+    Raises CheckpointError as `merged_tensors`, for a rank above `max_lora_rank`, and for a tensor of a matrix that
+    takes no adapters.
     """
     adapted = {(matrix.group, matrix.name): matrix for matrix in matrices}
     places, held = tensor_places(tree, rules), dict[tuple[str, str], HeldPair]()

@@ -193,7 +193,7 @@ def _captured_routing(out: ForwardOutput, config: StepConfig) -> jax.Array | Non
         return config.model.plan.gather_data_ranks(ids_MTK, dim=1)
 
 
-def step_logits(  # noqa: PLR0913 (what differs from call to call is by keyword)
+def step_logits(  # noqa: PLR0913 (keyword arguments that vary by call)
     weights: ModelWeights,
     pools: Pools,
     *,

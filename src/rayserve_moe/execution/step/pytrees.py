@@ -60,7 +60,7 @@ class StepConfig:
     audits: bool = False
     """True if steps with prefill blocks return evidence for audits."""
     state_layers: tuple[int, ...] = ()
-    """Layers whose inputs steps with prefill blocks return."""
+    """Layers for layer states; steps with prefill blocks return their inputs."""
 
     @property
     def max_together(self) -> int:

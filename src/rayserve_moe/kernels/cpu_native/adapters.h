@@ -1,5 +1,5 @@
 // Low-rank adapters of tokens beside the products of a layer: s B (A x), of each token's own adapter, added in float32 to
-// the sums of the base matrix. A token's bits are its own; without an adapter they are those of the base matrix.
+// the sums of the base matrix. Other tokens do not change a token's bits; without an adapter it has the base model's bits.
 #pragma once
 
 #include <algorithm>
@@ -60,7 +60,7 @@ inline void add_ranks(Pair& sums, const bf16* rows, int64_t width, int64_t rank,
   }
 }
 
-// A x of all tokens for one matrix, and what it adds to the panels of its product.
+// A x of all tokens for one matrix, and the sums s B (A x) for the panels of its product.
 class AdaptedRows {
  public:
   // `token_of(row)` is the token that a row of `rows` belongs to.

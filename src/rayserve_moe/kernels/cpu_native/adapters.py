@@ -11,7 +11,7 @@ from rayserve_moe.kernels.adapters import LayerAdapters
 
 
 def adapter_arguments(adapters: LayerAdapters | None, names: Sequence[str]) -> list[jax.Array]:
-    """Return the trailing arguments of a kernel whose products by the parameters `names` take adapters.
+    """Return the trailing arguments of a kernel with adapters for the parameters `names`.
 
     They are the slots of tokens, and the pair of each parameter; nothing without adapters.
     """

@@ -66,7 +66,7 @@ const native::bf16* of_layer(Bf16& stacked, int64_t layer) {
   return numbers(stacked) + layer * int64_t(stacked.element_count()) / size_of(stacked, 0);
 }
 
-// The trailing arguments of a call whose tokens have adapters: the slot of each token, then for each matrix A and B,
+// Trailing arguments of a call with adapters: the slot of each token, then for each matrix A and B,
 // [layers, slots, rank, inputs] and [layers, slots, rank, outputs], empty for a matrix that adapters never change.
 class AdapterArguments {
  public:
@@ -94,7 +94,7 @@ class AdapterArguments {
     if (!is_wrong_) adapters = {of_layer(*a, layer_), of_layer(*b, layer_), slots_, rank, inputs, outputs};
   }
 
-  // Whether an argument was missing, did not fit, or was left over.
+  // Returns true if an argument was missing, did not fit, or was left over.
   bool are_wrong() const { return is_wrong_ || (slots_ && next_ != given_.size()); }
 
  private:

@@ -195,7 +195,7 @@ inline void score_keys(BlockTokens tokens, Range here, const IndexShapes& s, con
   }
 }
 
-// Orders by descending score. -0 is 0, and NaN is infinite: what is not finite is chosen, and shows in the output.
+// Orders by descending score. -0 is 0, and NaN is infinite, so that NaN is chosen and reaches the output.
 inline uint32_t order_of(float score) {
   const float plain = score == score ? score + 0.0f : INFINITY;
   const uint32_t bits = bits_of<uint32_t>(plain);

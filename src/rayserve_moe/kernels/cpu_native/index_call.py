@@ -77,7 +77,7 @@ def choose_layer_blocks(
 
 
 def _places(normed_TD: jax.Array, key_pages: jax.Array, inputs: AttentionInputs) -> tuple[jax.Array, ...]:
-    """Return what both calls read of tokens, page tables and the layer, in their order."""
+    """Return the shared arguments of both calls: tokens, page tables and the layer."""
     batch, first_page, num_pages = inputs.batch.of_layer(inputs.layer, key_pages, len(inputs.weights["index_k_LDd"]))
     of_tokens = (*inputs.rotation, batch.kv_slots_T, batch.positions_T)
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"

@@ -28,7 +28,7 @@ def choose_tokens(
 
     The score of a key is the sum over heads of weight * relu(query * key), float32. Rows of `key_pages` [N, page, ...]
     begin with a key. Keys after a query's own position have no effect, even NaN. A score of NaN counts as infinite, so
-    that what is not finite is chosen and shows in the output. A query at position -1 is padding and sees nothing. K is
+    that NaN is chosen and reaches the output. A query at position -1 is padding and sees nothing. K is
     `top_k`, or the number of positions of a page table if that is less.
     """
     choose_one = partial(_choose_block, key_pages=key_pages, top_k=top_k)

@@ -150,7 +150,7 @@ def _attend(
 
 
 def _padded_sets(queries_BQHh: jax.Array, num_sets: int) -> jax.Array:
-    """Return queries whose sets have whole registers of rows."""
+    """Pad queries so that their sets have whole registers of rows."""
     num_blocks, num_queries, _, width = queries_BQHh.shape
     queries_BQCRh = queries_BQHh.reshape(num_blocks, num_queries, num_sets, -1, width)
     more = -queries_BQCRh.shape[3] % ALIGNED_HEADS

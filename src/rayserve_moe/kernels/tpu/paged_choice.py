@@ -1,4 +1,4 @@
-"""The tokens that the queries of a tile see, as bits in the core's memory: a mask for dense attention of prompts.
+"""Bit masks in the core's memory of the tokens that a tile's queries see, for dense attention of prompts.
 
 A query of a prompt shares the pages that it reads with the other queries of its tile, so attending all pages under a
 mask costs products, not bytes. The mask comes from the positions of `token_index`, which chooses alike for a token of a

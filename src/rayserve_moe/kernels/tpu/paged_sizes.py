@@ -64,7 +64,7 @@ class TileShape:
     has_new_rows: bool = False
     is_grouped: bool = False
     has_choice: bool = False
-    """True if queries see chosen tokens only; their rows and keys are whole registers."""
+    """True if queries see only chosen tokens; rows and keys then fill whole registers."""
     block_size: int = 0
     """Positions of a chosen block; 0 if single tokens are chosen."""
 

@@ -45,8 +45,8 @@ class Mixer:
     prepare: Callable[..., Any]
     """`(own, batch, pools, *, config)`: values computed once per step for all layers, in `StepInputs.prepared`."""
     apply: Callable[..., tuple[jax.Array, Pools]]
-    """`(own, (normed_TD, pools), inputs)`, of which `inputs` are LayerInputs: the addend of the stream [T, D], and the
-    pools. If `begin` returned a result, it is passed as `made`, and only the shape of `normed_TD` matters."""
+    """`(own, (normed_TD, pools), inputs: LayerInputs)`: returns the addend of the stream [T, D] and the pools. If
+    `begin` returned a result, it is passed as `made`, and only the shape of `normed_TD` matters."""
     begin: Callable[..., tuple[jax.Array, Any] | None] | None = None
     """`(own, (hidden_TD, added_TD), inputs)`: residual, norm and projections in a fused kernel; returns the stream and
     the argument `made` of `apply`. It may be absent, or return None."""
@@ -58,7 +58,7 @@ class Mixer:
     needs_earlier_layers: bool = False
     """True if layers read arrays that layers of another kind have passed on."""
     adapted: tuple[str, ...] = ()
-    """Names of the matrices whose products `apply` computes with adapters."""
+    """Names of the matrices that `apply` computes with adapters."""
 
 
 class FfnRows(NamedTuple):
@@ -82,4 +82,4 @@ class Ffn:
     divided_sizes: Callable[..., dict[str, int]]
     """`(spec)`: sizes that must be divisible by the tensor axis, by their keys in `config.json`."""
     adapted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the matrices whose products `apply` computes with adapters, by group."""
+    """Names of the matrices that `apply` computes with adapters, by group."""

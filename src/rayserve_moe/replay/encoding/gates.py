@@ -30,7 +30,7 @@ def gates_of(routing: RoutedExperts) -> np.ndarray:
 
 
 def known_gates(routing: RoutedExperts) -> np.ndarray:
-    """Return the gates that a container carries: those of all rows that are known."""
+    """Return the gates of known rows, which a container carries."""
     gates = gates_of(routing)
     return gates[are_known(gates)]
 

@@ -202,7 +202,7 @@ def join_turns(turns: Sequence[RoutedExperts], *, with_placeholder: bool = False
 
 
 def _join_part(turn: RoutedExperts, name: str, values: np.ndarray) -> None:
-    """Add the entries of a turn to those of earlier turns at its positions; earlier entries count.
+    """Join the entries of a turn with those of earlier turns, which take precedence.
 
     Gates that were computed twice may differ in their last bits. Raises ValueError if index rows differ.
     """

@@ -22,7 +22,7 @@ WITHIN_S = 60.0
 
 @dataclass(frozen=True)
 class AdapterProbe:
-    """Tokens that an adapter beside the weights has sampled, with their log-probs."""
+    """Tokens sampled by an adapter beside the weights, with their log-probs."""
 
     prompt_ids: np.ndarray
     sampled_ids: np.ndarray

@@ -39,7 +39,7 @@ class Membership:
 
 
 class OffersOfOthers:
-    """Requests for weights and adapters to other replicas, from a thread whose own event loop may be blocked."""
+    """Requests for weights and adapters to other replicas, on a separate event loop."""
 
     def __init__(self, calls: FleetCalls) -> None:
         self._calls = calls

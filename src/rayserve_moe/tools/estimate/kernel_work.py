@@ -89,7 +89,7 @@ class SparseWork:
     index_blocks: int = 0
     """Blocks of prompts that it chooses for; 0 if all of their tokens see all."""
     prompt_context: int = 0
-    """Positions whose keys a token of a prompt scores, on average."""
+    """Mean number of keys that a prompt token scores."""
 
 
 @dataclass(frozen=True)

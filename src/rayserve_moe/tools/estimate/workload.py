@@ -54,7 +54,7 @@ class StepSizes:
     rows_each: int = 1
     """Single tokens per sequence; more than 1 if drafts are verified."""
     prompt_start: int = 0
-    """Tokens of prompts that earlier steps computed."""
+    """Prompt tokens computed by earlier steps."""
 
     @property
     def rows(self) -> int:

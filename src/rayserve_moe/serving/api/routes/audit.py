@@ -1,4 +1,4 @@
-"""Route `/audit`: claimed trajectories against what this server computes for the same tokens (`replay.audit`)."""
+"""Route `/audit`: claimed trajectories against the server's own routing and log-probs (`replay.audit`)."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def _audited_group(
 
 
 def _groups(state: ApiState, samples: Sequence[AuditSample]) -> Iterator[list[AuditSample]]:
-    """Yield consecutive samples whose evidence fits in memory together, or a single sample."""
+    """Yield groups of consecutive samples with evidence within the memory limit, at least a sample each."""
     layout, group, num_bytes = state.card.routing, list[AuditSample](), 0
     for sample in samples:
         evidence = 8 * len(layout.layer_ids) * (1 + layout.top_k)
