@@ -20,8 +20,8 @@ from rayserve_moe.decoding.log_probs import (
     ranks_of,
 )
 from rayserve_moe.decoding.masks import WORD_BITS, mask_words
-from rayserve_moe.decoding.sampling import Sampled, SamplingBatch
-from rayserve_moe.decoding.truncation import is_kept, last_kept
+from rayserve_moe.decoding.sampling import Kept, Sampled, SamplingBatch
+from rayserve_moe.decoding.truncation import is_kept
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests.columns import WANTS_COLUMNS
 
@@ -128,15 +128,9 @@ def with_evidence(
 
 @jax.named_scope("evidence")
 def sampling_mask(
-    logits_SV: jax.Array,
-    ids_S: jax.Array,
-    *,
-    wants_S: jax.Array,
-    rows: SamplingBatch,
-    part: VocabularyPart,
-    masses: Masses,
+    kept: Kept, ids_S: jax.Array, *, wants_S: jax.Array, temperature_S: jax.Array, part: VocabularyPart
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the ids that truncation keeps for rows that want them, and the log-probs of their samples.
+    """Return the ids that truncation keeps, if a row wants them, and the log-probs of the samples among them.
 
     Ids are bits, int32 [S, W] over the whole vocabulary, as in `masks`. The log-probs float32 [S] of the samples
     `ids_S` are normalised over the kept ids. Both are the same on all devices.
@@ -144,13 +138,12 @@ def sampling_mask(
     num_words = mask_words(part.num_parts * part.width)
 
     def found() -> tuple[jax.Array, jax.Array]:
-        is_greedy_S = rows.temperature_S <= 0.0
-        temperature_S = jnp.where(is_greedy_S, 1.0, rows.temperature_S)
-        logprobs_SV = log_probs_of(logits_SV, temperature_S, part=part, masses=masses).logprobs_SV
-        kept_SV = is_kept(logprobs_SV, last_kept(logprobs_SV, rows.limits, part=part), part=part)
-        kept_SV = jnp.where(is_greedy_S[:, None], part.ids() == ids_S[:, None], kept_SV & (jnp.exp(logprobs_SV) > 0))
-        kept_SV &= part.ids() < part.num_words
-        mass_S = part.sum(jnp.sum(jnp.exp(logprobs_SV), axis=-1, where=kept_SV))
+        logprobs_SV = kept.logprobs_SV
+        is_greedy_S = temperature_S <= 0.0
+        is_own_SV, probs_SV = part.ids() == ids_S[:, None], jnp.exp(logprobs_SV)
+        kept_SV = is_kept(logprobs_SV, kept.last, part=part) & (probs_SV > 0)
+        kept_SV = jnp.where(is_greedy_S[:, None], is_own_SV, kept_SV) & (part.ids() < part.num_words)
+        mass_S = part.sum(jnp.sum(probs_SV, axis=-1, where=kept_SV))
         own_S = log_prob_of(logprobs_SV, ids_S, part=part) - jnp.log(mass_S)
         of_all = jnp.zeros((len(ids_S), num_words * WORD_BITS), jnp.int32)
         of_all = jax.lax.dynamic_update_slice_in_dim(of_all, kept_SV.astype(jnp.int32), part.first, axis=1)

@@ -52,6 +52,15 @@ class SamplingBatch:
     """Number of most likely tokens to return."""
 
 
+class Kept(NamedTuple):
+    """Tokens that samples are drawn from, by row."""
+
+    logprobs_SV: jax.Array
+    """Log-probabilities of the local shard before truncation, float32."""
+    last: LastKept
+    """Last token that truncation keeps; meaningless for greedy rows."""
+
+
 class Sampled(NamedTuple):
     """Result of `sample`, [S]."""
 
@@ -65,6 +74,8 @@ class Sampled(NamedTuple):
     """Most likely tokens of the same distribution."""
     ranks_S: jax.Array
     """Rank of each sample, int32; 1 for the most likely token."""
+    kept: Kept | None = None
+    """Tokens that the samples are drawn from, if requested."""
 
 
 class _Drawn(NamedTuple):
@@ -85,6 +96,7 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
     noise: Noise = gumbel_noise,
     masses: Masses = masses_of,
     choose: Choose | None = None,
+    returns_kept: bool = False,
 ) -> Sampled:
     """Sample a token per row from each device's float32 logits; the result is the same on all devices.
 
@@ -96,15 +108,19 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
     greedy_S = rows.temperature_S <= 0.0
     found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part, masses=masses)
     best = _Drawn(found.best_S, found.largest_S, jnp.ones_like(found.best_S))
-    best_here = partial(_best_here, found.logprobs_SV, rows, noise, part)
+    find_last, kept = partial(_last_kept, found.logprobs_SV, rows, part), None
+    if returns_kept:
+        last = find_last()
+        find_last, kept = partial(LastKept, *last), Kept(found.logprobs_SV, last)
+    best_here = partial(_best_here, found.logprobs_SV, find_last, rows, noise, part)
     if choose is not None:
-        best_here = partial(_chosen_here, found, rows, choose, part)
+        best_here = partial(_chosen_here, found, find_last, rows, choose, part)
     draw = partial(_draw, found.logprobs_SV, best_here, part)
     drawn = jax.lax.cond(jnp.all(greedy_S), lambda: best, draw)
     chosen = _Drawn(*(jnp.where(greedy_S, first, second) for first, second in zip(best, drawn, strict=True)))
     num_wanted = jnp.max(rows.num_top_S).astype(jnp.int32)
     top = likeliest(found.logprobs_SV, num_wanted=num_wanted, max_top=max_top, part=part)
-    return Sampled(chosen.ids_S, chosen.logprobs_S, found.finite_S, top, chosen.ranks_S)
+    return Sampled(chosen.ids_S, chosen.logprobs_S, found.finite_S, top, chosen.ranks_S, kept)
 
 
 def _draw(
@@ -118,26 +134,28 @@ def _draw(
 
 
 def _best_here(
-    logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart
+    logprobs_SV: jax.Array, find_last: Callable[[], LastKept], rows: SamplingBatch, noise: Noise, part: VocabularyPart
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the token of the local shard with the highest score, noise included: score, id, log-probability."""
-    score_S, id_S = best_of(_noisy(logprobs_SV, rows, noise, part), part.ids())
+    score_S, id_S = best_of(_noisy(logprobs_SV, find_last, rows, noise, part), part.ids())
     return score_S, id_S, jnp.sum(logprobs_SV, axis=-1, where=part.ids() == id_S[:, None])
 
 
 def _chosen_here(
-    found: LogProbs, rows: SamplingBatch, choose: Choose, part: VocabularyPart
+    found: LogProbs, find_last: Callable[[], LastKept], rows: SamplingBatch, choose: Choose, part: VocabularyPart
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the same as `_best_here`, computed by a single kernel."""
-    last = _last_kept(found.logprobs_SV, rows, part)
+    last = find_last()
     of_noise = rows.seed_S, rows.choice_S, rows.position_S
     num_places = part.num_parts * part.width
     return choose(found.logprobs_SV, found.largest_S, of_noise, last, first=part.first, num_places=num_places)
 
 
-def _noisy(logprobs_SV: jax.Array, rows: SamplingBatch, noise: Noise, part: VocabularyPart) -> jax.Array:
+def _noisy(
+    logprobs_SV: jax.Array, find_last: Callable[[], LastKept], rows: SamplingBatch, noise: Noise, part: VocabularyPart
+) -> jax.Array:
     """Return the log-probabilities that survive truncation plus noise, minus infinity for the others."""
-    last = _last_kept(logprobs_SV, rows, part)
+    last = find_last()
     kept_SV = jnp.where(is_kept(logprobs_SV, last, part=part), logprobs_SV, -jnp.inf)
     return kept_SV + noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
 

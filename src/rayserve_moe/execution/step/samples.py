@@ -73,10 +73,11 @@ def sample_rows(
     samples: SampleInput,
     config: StepConfig,
     allow: Callable[[jax.Array], jax.Array] | None = None,
+    returns_kept: bool = False,
 ) -> tuple[Sampled, OwnSamples, jax.Array, DeviceState]:
     """Sample for all data ranks from the logits that `allow` returns, and update rows with their accepted samples.
 
-    With deferred sampling, a step without samples skips drawing.
+    With deferred sampling, a step without samples skips drawing. `returns_kept` is of `sample`.
 
     Returns: samples, samples of this rank, adjusted logits, state.
     """
@@ -101,6 +102,7 @@ def sample_rows(
             noise=table.noise,
             masses=table.masses,
             choose=table.choose,
+            returns_kept=returns_kept,
         )
 
     sampled = draw_where(jnp.any(rows_A < nowhere), draw) if config.holds_samples and allow is None else draw()
@@ -132,17 +134,22 @@ def sample_held(
     allow = partial(
         allowed_logits, mask_SW=held.mask_AW, given_SX=held.processed_AX, processors=config.processors, part=part
     )
-    sampled, _, adjusted_AV, state = sample_rows(logits_AV, state, samples=samples, config=config, allow=allow)
+    sampled, _, adjusted_AV, state = sample_rows(
+        logits_AV, state, samples=samples, config=config, allow=allow, returns_kept=held.requested_AF is not None
+    )
     columns: dict[str, Any] = {}
-    if held.requested_AF is not None:
+    if sampled.kept is not None:
         logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
         masses = config.model.kernels.sampling.masses
-        wants_S = wants_mask(held.requested_AF)
         columns["mask"] = sampling_mask(
-            logits.processed_SV, sampled.ids_S, wants_S=wants_S, rows=rows, part=part, masses=masses
+            sampled.kept,
+            sampled.ids_S,
+            wants_S=wants_mask(held.requested_AF),
+            temperature_S=rows.temperature_S,
+            part=part,
         )
         sampled, found = with_evidence(
-            sampled, logits, requested_SF=held.requested_AF, rows=rows, part=part, masses=masses
+            sampled._replace(kept=None), logits, requested_SF=held.requested_AF, rows=rows, part=part, masses=masses
         )
         columns |= found
     columns["top"] = top_bits(sampled.top, plan.data_size)
