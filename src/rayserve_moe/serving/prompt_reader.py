@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json
 
-from rayserve_moe.checkpoints.model_path import located, with_small_files
+from rayserve_moe.checkpoints.model_path import located, model_name, with_small_files
 from rayserve_moe.config.load import default_cache_directory
 from rayserve_moe.config.settings import Settings
 from rayserve_moe.fleet.choosing import UNPARSED, Prompt
@@ -30,6 +30,8 @@ _IDS = ("input_ids", "token_ids", "prompt", "text")
 _PRIVATE = ("forced_routed_experts", "truncate_prompt_tokens")
 """Fields by which a prompt shares no prefix with others, or differs from its text."""
 _ANTHROPIC = ("system", "thinking")
+_NATIVE = ("input_ids", "text")
+"""Prompts of `/generate`, which reads no `model`."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,22 @@ class PromptReaders:
 
     def __call__(self, key: bytes) -> PromptReader:
         kept = default_cache_directory()
-        place = located(self.settings.model.path, cache_directory=kept)
-        return PromptReader(Tokenizer(with_small_files(place, cache_directory=kept)), key=key)
+        model = self.settings.model
+        place = located(model.path, cache_directory=kept)
+        served = model.served_name or model_name(place)
+        tokenizer = Tokenizer(with_small_files(place, cache_directory=kept))
+        return PromptReader(tokenizer, key=key, served_name=served if self.settings.adapters.num_slots else None)
 
 
 class PromptReader:
-    """Reader of bodies for a router whose replicas name pages with `key`."""
+    """Reader of bodies for a router whose replicas name pages with `key`.
 
-    def __init__(self, tokenizer: Tokenizer, *, key: bytes) -> None:
-        self._tokenizer, self._key = tokenizer, key
+    `served_name` is the served model's; None for servers without adapters beside the weights, where all prompts share
+    pages.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, key: bytes, served_name: str | None = None) -> None:
+        self._tokenizer, self._key, self._served_name = tokenizer, key, served_name
         self._encoder = SegmentEncoder(tokenizer)
 
     def read(self, body: bytes, *, page_size: int) -> Prompt:
@@ -65,8 +74,18 @@ class PromptReader:
             return Prompt(len(ids), num_choices=num_choices, num_requests=num_requests)
         salt = fields.get("cache_salt") or fields.get("extra_key") or ""
         salt = salt[0] if isinstance(salt, list) else salt
-        digests = prompt_digests(self._key, salt_of(salt, _adapter_in(fields)), token_ids=ids, page_size=page_size)
+        digests = prompt_digests(self._key, salt_of(salt, self._adapter_in(fields)), token_ids=ids, page_size=page_size)
         return Prompt(len(ids), digests, page_size, num_choices, num_requests)
+
+    def _adapter_in(self, fields: dict[str, Any]) -> str:
+        """Return the adapter of the first prompt by `lora_path` or `model`; empty if they name none."""
+        if self._served_name is None:
+            return ""
+        name = fields.get("lora_path")
+        if name := name[0] if isinstance(name, list) else name:
+            return name
+        model = None if any(each in fields for each in _NATIVE) else fields.get("model")
+        return "" if model in (None, self._served_name) else model.removeprefix(f"{self._served_name}:")
 
     def _ids_of(self, fields: dict[str, Any]) -> np.ndarray | None:
         for name in _IDS:
@@ -95,12 +114,6 @@ class PromptReader:
             template_kwargs=template_options(body),
         )
         return self._encoder.encode(text, add_special_tokens=bool(body.add_special_tokens))
-
-
-def _adapter_in(fields: dict[str, Any]) -> str:
-    """Return the adapter of the first prompt by `lora_path`; empty if it names none."""
-    name = fields.get("lora_path") or ""
-    return (name[0] if isinstance(name, list) else name) or ""
 
 
 def _counts_of(fields: dict[str, Any]) -> tuple[int, int]:

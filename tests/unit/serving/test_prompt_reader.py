@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reader(tokenizer):
-    return PromptReader(tokenizer, key=KEY)
+    return PromptReader(tokenizer, key=KEY, served_name="m")
 
 
 def read(reader: PromptReader, body: object) -> Prompt:
@@ -50,6 +50,33 @@ def test_prompts_of_an_adapter_have_other_pages_whatever_its_bytes(reader):
     found = read(reader, {"input_ids": IDS, "lora_path": "a"})
     assert found == prompt_of(IDS, salt_of("", "a@0123")) != prompt_of(IDS)
     assert read(reader, {"input_ids": [IDS, IDS], "lora_path": [None, "a"]}).digests == prompt_of(IDS).digests
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapter"),
+    [
+        ({"model": "a"}, "a"),
+        ({"model": "m:a"}, "a"),
+        ({"model": "org/m:a"}, "org/m:a"),
+        ({"model": "m", "lora_path": "a"}, "a"),
+        ({"model": "a", "lora_path": "a"}, "a"),
+        ({"model": "a", "lora_path": None}, "a"),
+        ({"model": "m"}, ""),
+        ({"model": None}, ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["prompt", "token_ids"])
+def test_the_model_may_be_an_adapter_as_the_replica_reads_it(reader, tokenizer, name, fields, adapter):
+    assert read(reader, {name: IDS, **fields}) == prompt_of(IDS, salt_of("", adapter))
+    chat = read(reader, {"messages": CHAT, **fields})
+    assert chat == prompt_of(encode_chat(tokenizer, CHAT), salt_of("", adapter))
+
+
+def test_models_of_other_bodies_and_servers_without_adapters_change_no_page(reader, tokenizer):
+    assert read(reader, {"input_ids": IDS, "model": "a"}) == prompt_of(IDS), "/generate reads no model"
+    merging = PromptReader(tokenizer, key=KEY)
+    for fields in ({"model": "a"}, {"lora_path": "a"}):
+        assert read(merging, {"prompt": IDS, **fields}) == prompt_of(IDS), "a merged adapter is part of the weights"
 
 
 def test_of_several_prompts_the_first_one_counts(reader):
