@@ -230,6 +230,8 @@ class GenerationRequest(RequestedAdapter, RequestedEvidence):
     """Verify drafts if the server does; the output does not depend on it."""
     constraint: Constraint | None = None
     """Constraint of the answer."""
+    session: str | None = None
+    """Key of its session, which tells tenants apart; None for none. The answer does not depend on it."""
 
     @property
     def is_guided(self) -> bool:
