@@ -35,6 +35,7 @@ from rayserve_moe.requests.fields import (
 )
 from rayserve_moe.requests.processor_arguments import ProcessorArgument
 from rayserve_moe.requests.reasoning_span import ThinkingLimit
+from rayserve_moe.requests.retention import NO_RETENTION, Retention
 
 INDEX, GATES = "index", "gates"
 """Names of parts of routing rows (`requests.row_parts`)."""
@@ -230,6 +231,10 @@ class GenerationRequest(RequestedAdapter, RequestedEvidence):
     """Verify drafts if the server does; the output does not depend on it."""
     constraint: Constraint | None = None
     """Constraint of the answer."""
+    session: str | None = None
+    """Key of its session, which tells tenants apart; None for none. The answer does not depend on it."""
+    retention: Retention = NO_RETENTION
+    """Hints about its cached pages."""
 
     @property
     def is_guided(self) -> bool:
