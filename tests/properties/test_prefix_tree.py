@@ -69,9 +69,8 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.max_protected, self.now = num_pages // 2, 1.0
-        self.tree = PrefixTree(
-            self.allocator, page_size=page_size, max_protected=self.max_protected, clock=lambda: self.now
-        )
+        self.tree = PrefixTree(self.allocator, page_size=page_size)
+        self.tree.max_protected, self.tree.clock = self.max_protected, lambda: self.now
         self.holders: list[Holder] = []
         self.cached: dict[Prefix, Cached] = {}
         self.num_clears = dict.fromkeys(NAMESPACES, 0)

@@ -32,7 +32,6 @@ class DataRank:
         table: RowTable,
         page_groups: tuple[PageGroup, ...] = (),
         entry_groups: tuple[EntryGroup, ...] = (),
-        max_protected: int = 0,
     ) -> None:
         self.index = index
         self.rows = rows
@@ -48,7 +47,7 @@ class DataRank:
         """Tokens from one entry to the next that ends with a page."""
         self._entry_groups = entry_groups
         self.allocator = PageAllocator(num_pages, states=self.states)
-        self.tree = PrefixTree(self.allocator, page_size=table.page_size, max_protected=max_protected)
+        self.tree = PrefixTree(self.allocator, page_size=table.page_size)
         self.free_rows = list(reversed(rows))
         self.running: list[Sequence] = []
         """Sequences in its rows, oldest first."""

@@ -25,14 +25,7 @@ class PrefixTree:
     `clear` must not be inserted after it. Owners and protections change the order of eviction, nothing else.
     """
 
-    def __init__(
-        self,
-        allocator: PageAllocator,
-        *,
-        page_size: int,
-        max_protected: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, allocator: PageAllocator, *, page_size: int) -> None:
         if page_size < 1:
             raise ValueError(f"page_size {page_size} must be at least 1 token")
         self._allocator = allocator
@@ -44,9 +37,9 @@ class PrefixTree:
         self._num_uses = 0
         self._watcher: PageWatcher | None = None
         self.num_cached_pages = self.num_evictable = 0
-        self.max_protected = max_protected
+        self.max_protected = 0
         """Pages that may be protected at a time."""
-        self.clock = clock
+        self.clock: Callable[[], float] = time.monotonic
         """Seconds for the ends of protections."""
 
     def match(self, namespace: Hashable, token_ids: np.ndarray, *, owner: Hashable = None) -> CachedPrefix:
@@ -68,8 +61,8 @@ class PrefixTree:
     ) -> CachedPrefix:
         """Cache `token_ids` int32 [n * page_size] with their pages `page_ids` int32 [n], and return the prefix.
 
-        It is marked as used now by `owner`, who owns the added pages. For runs that are already cached, the tree keeps its own pages, and the returned
-        prefix names these. The caller keeps its references.
+        It is marked as used now by `owner`, who owns the added pages. For runs that are already cached, the tree keeps
+        its own pages, and the returned prefix names these. The caller keeps its references.
         """
         assert len(token_ids) == len(page_ids) * self._page_size, "only whole pages can be cached"
         node = self._end_at(namespace, token_ids)

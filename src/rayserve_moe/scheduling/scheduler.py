@@ -66,10 +66,11 @@ class Scheduler:
                 table=self.table,
                 page_groups=limits.page_groups,
                 entry_groups=limits.entry_groups,
-                max_protected=int(limits.protected_share * (limits.num_pages - 1)),
             )
             for i in range(limits.num_data_ranks)
         ]
+        for rank in self.ranks:
+            rank.tree.max_protected = int(limits.protected_share * rank.allocator.num_usable)
         self.open_ranks, self.waiting = self.ranks, deque[Sequence]()
         self.held: list[Sequence] = []
         self.captures_all = False
