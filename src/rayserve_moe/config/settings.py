@@ -62,6 +62,9 @@ class ServerSettings:
     """Parser of reasoning in chat answers, with values as for `tool_call_parser`."""
     exclude_tools_when_tool_choice_none: bool = False
     """Omit tools from the chat template if `tool_choice` is none. The answer is content in either case."""
+    session_headers: tuple[str, ...] = ()
+    """Headers that name the session of a request, before those that are read anyway. A session never changes an
+    answer."""
 
 
 MAX_DRAFTS = 7

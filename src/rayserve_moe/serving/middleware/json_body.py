@@ -19,6 +19,7 @@ from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.journalling import note_body
 from rayserve_moe.serving.middleware.admission import INLINE_BYTES, Admission
 from rayserve_moe.serving.middleware.ignored_fields import note_ignored
+from rayserve_moe.serving.session_identity import named_in_body, record_name
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -65,9 +66,10 @@ async def _read(
             )
         check = partial(_checked, body, schema, parse)
         if len(body) > INLINE_BYTES:
-            checked, unknown = await admission.run(lambda _: check(), size=len(body), receive=request.receive)
+            checked, unknown, session = await admission.run(lambda _: check(), size=len(body), receive=request.receive)
         else:
-            checked, unknown = check()
+            checked, unknown, session = check()
+    record_name(request.scope, session)
     note_ignored(request, unknown)
     note_body(request.scope, body, checked=checked)
     return checked
@@ -96,13 +98,14 @@ async def _bytes_of(request: Request, admission: Admission, held: ExitStack) -> 
 
 def _checked(
     body: bytes, schema: type[Schema], parse: Callable[[bytes], dict[str, Any]]
-) -> tuple[Schema, Sequence[str]]:
-    known = FIELDS[schema]
-    taken, unknown = taken_fields(parse(body), known)
+) -> tuple[Schema, Sequence[str], str]:
+    """Return the validated body, the names of unknown fields, and the name of a session."""
+    known, fields = FIELDS[schema], parse(body)
+    taken, unknown = taken_fields(fields, known)
     if unknown and (meant := known.meant_by(unknown)):
         message = f"the body has an unknown field: the nearest known one is `{meant}`"
         raise ApiError(400, message, param=meant, code="unknown_field")
-    return validate(schema, taken), unknown
+    return validate(schema, taken), unknown, named_in_body(fields)
 
 
 def _parsed(body: bytes, *, admits_nothing: bool) -> dict[str, Any]:

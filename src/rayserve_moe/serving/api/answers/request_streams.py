@@ -12,8 +12,11 @@ import re
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
+
+from starlette.types import Scope
 
 from rayserve_moe.answers.streams import GenerationStream, Keeper
 from rayserve_moe.engine.adapters import UnknownAdapterError
@@ -25,7 +28,8 @@ from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.serving.api.schemas.field_types import MAX_CHOICES
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, Asking, KeptRequest, kept_request
+from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, KeptRequest, asking_of, kept_request
+from rayserve_moe.serving.session_identity import session_key, session_name
 from rayserve_moe.text.request_limits import with_thinking_limit
 
 NumberedDelta = tuple[int, ChoiceResult]
@@ -144,12 +148,12 @@ async def open_streams(
     requests: Sequence[GenerationRequest],
     *,
     param_names: Mapping[str, str] | None = None,
-    asking: Asking | None = None,
+    scope: Scope | None = None,
 ) -> RequestStreams:
     """Submit every request, or none: if `GenerationStream` raises, the submitted ones are aborted.
 
-    `param_names` maps the engine's field names to the route's; a request of `asking` is journalled. Other tasks run
-    between many choices.
+    `param_names` maps the engine's field names to the route's. `scope` is the HTTP request's, for its journal and its
+    session. Other tasks run between many choices.
     """
     with_adapter = partial(keyed, state.loop.control)
     with refusals_named(param_names or {}):
@@ -158,6 +162,12 @@ async def open_streams(
             request if request.thinking_token_budget is None else with_thinking_limit(request, state.chat_output)
             for request in map(with_adapter, requests)
         ]
+    if scope is not None and (name := session_name(scope, first_headers=state.server.session_headers)):
+        requests = [
+            replace(request, session=session_key(name, scope=scope, cache_salt=request.cache_salt))
+            for request in requests
+        ]
+    asking = None if scope is None else asking_of(scope)
     kept = await kept_request(asking, requests, card=state.card, capacity=state.loop.capacity, keyed=with_adapter)
     requests = requests if kept is None else kept.requests
     streams, num_choices = RequestStreams(state, requests), 0

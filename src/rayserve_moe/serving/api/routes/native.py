@@ -47,7 +47,7 @@ def native_router(state: ApiState) -> APIRouter:
         names = {**_PARAM_NAMES, "prompt": body.prompt_name}
         with refusals_named(names):
             requests = await _requests(state, body, request, adapters=adapters)
-        streams = await open_streams(state, requests, param_names=names, asking=asking_of(request.scope))
+        streams = await open_streams(state, requests, param_names=names, scope=request.scope)
         routing = RoutingWriter(
             state.card,
             "binary" if container else body.routed_experts_format,

@@ -11,6 +11,7 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from rayserve_moe.requests.builder import build_request
 from rayserve_moe.requests.fields import OPENAI
@@ -28,7 +29,7 @@ from rayserve_moe.serving.api.routes.request_parts import (
 )
 from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.journalling import Asking, answer_stem, asking_of
+from rayserve_moe.serving.journalling import answer_stem, asking_of
 from rayserve_moe.serving.middleware.json_body import chat_from, read_body, refusals_translated
 from rayserve_moe.serving.openapi import generates
 from rayserve_moe.text.chat_output import ChatOutput
@@ -82,19 +83,19 @@ def with_routing(state: ApiState, body: Body) -> Body:
 async def _answer(
     state: ApiState, http_request: Request, *, body: CompletionBody | ChatBody, prompts: Sequence[np.ndarray]
 ) -> Response:
-    streams, writer = await opened(state, body, prompts=prompts, asking=asking_of(http_request.scope))
+    streams, writer = await opened(state, body, prompts=prompts, scope=http_request.scope)
     return await respond(state, http_request, streams=streams, writer=writer, stream=body.stream)
 
 
 async def opened(
-    state: ApiState, body: CompletionBody | ChatBody, *, prompts: Sequence[np.ndarray], asking: Asking | None
+    state: ApiState, body: CompletionBody | ChatBody, *, prompts: Sequence[np.ndarray], scope: Scope
 ) -> tuple[RequestStreams, OpenAIWriter]:
     """Submit the requests of a body; return their streams and the writer of the answer."""
     prefix, names = ("chatcmpl", _CHAT_NAMES) if isinstance(body, ChatBody) else ("cmpl", _COMPLETION_NAMES)
-    answer_id = body.rid or f"{prefix}-{answer_stem(asking)}"
+    answer_id = body.rid or f"{prefix}-{answer_stem(asking_of(scope))}"
     with refusals_named(names):
         requests = await _requests(state, body, answer_id=answer_id, prompts=prompts)
-    streams = await open_streams(state, requests, param_names=names, asking=asking)
+    streams = await open_streams(state, requests, param_names=names, scope=scope)
     return streams, OpenAIWriter(state, body, answer_id=answer_id, streams=streams)
 
 
@@ -105,7 +106,7 @@ async def opened_chat(
     with refusals_translated(names):
         chat = chat_from(fields())
         prompt_ids = await chat_ids(state, chat, request=request)
-        return await opened(state, chat, prompts=[prompt_ids], asking=asking_of(request.scope))
+        return await opened(state, chat, prompts=[prompt_ids], scope=request.scope)
 
 
 async def _requests(

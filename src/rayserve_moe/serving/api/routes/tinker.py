@@ -192,7 +192,7 @@ async def _order(state: ApiState, http_request: Request, body: TinkerSampleBody,
     with refusals_named(_PARAM_NAMES):
         given = _given(body, num_left=max(1, state.card.max_model_len - len(prompt_ids)))
         asked = build_request(prompt_ids, given, dialect=SGLANG, card=state.card, request_id=request_id)
-    streams = await open_streams(state, [asked], param_names=_PARAM_NAMES)
+    streams = await open_streams(state, [asked], param_names=_PARAM_NAMES, scope=http_request.scope)
 
     async def sampled() -> Sampled:
         try:

@@ -37,7 +37,6 @@ from rayserve_moe.serving.api.routes.request_parts import (
 from rayserve_moe.serving.api.schemas.tokens import IN_SAMPLING, START, TokenBody
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.journalling import asking_of
 from rayserve_moe.serving.middleware.json_body import read_body
 from rayserve_moe.serving.openapi import generates
 
@@ -69,7 +68,7 @@ def token_router(state: ApiState) -> APIRouter:
             state,
             [replace(await _request(state, body, request), adapter=adapter)],
             param_names=_PARAM_NAMES,
-            asking=asking_of(request.scope),
+            scope=request.scope,
         )
         dtype = body.routed_experts_dtype
         if request.url.path.endswith(_SKYRL) and state.card.routing.num_experts > _MAX_UINT8_EXPERTS:
