@@ -196,7 +196,14 @@ class Simulation:
 
     def _enter(self, name: str, asked: Asked, now: float) -> None:
         replica, number = self._replicas[name], next(self._numbers)
-        sequence = replica.add(str(number), asked.prompt, num_answer=asked.conversation.turns[asked.turn].num_answer)
+        turns = asked.conversation.turns
+        sequence = replica.add(
+            str(number),
+            asked.prompt,
+            num_answer=turns[asked.turn].num_answer,
+            session=str(id(asked.conversation)) if asked.conversation.sends_hints else None,
+            is_last=asked.turn == len(turns) - 1,
+        )
         self._asked[sequence] = asked
         if not replica.is_awake:
             replica.is_awake = True
@@ -236,6 +243,7 @@ class Simulation:
         if following < len(conversation.turns):
             answer = np.full(conversation.turns[asked.turn].num_answer, ANSWER_ID, np.int32)
             history = np.concatenate([asked.prompt, answer])
+            history = history[: len(history) - conversation.turns[following].num_dropped]
             self._at(
                 now + conversation.turns[following].gap_s,
                 lambda then: self._ask(conversation, following, history, then),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,9 @@ from benchmarks.simulation.costs import StepTimes, load_of
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.fleet.load_average import Load
 from rayserve_moe.fleet.page_log import PageLog, PageMessage
+from rayserve_moe.requests.fields import INT32_MAX
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.retention import Retention
 from rayserve_moe.scheduling import sequence as sequences
 from rayserve_moe.scheduling.page_events import PageEvents
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits, watch_pages
@@ -65,13 +68,30 @@ def _answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, ids, np.zeros(count, np.float32), ranks)
 
 
+class SessionHints(NamedTuple):
+    """Hints that clients send with the turns of a session."""
+
+    names: bool = False
+    """Every turn names its session."""
+    final: bool = False
+    """The last turn says that it is the last."""
+    ttl_s: float = 0.0
+    """Seconds for which every turn asks to keep its pages."""
+
+
+NO_HINTS = SessionHints()
+
+
 class SimulatedReplica:
     """Takes prompts, and gives tokens when `step` says; events of its pages are there after every step."""
 
-    def __init__(self, limits: StepLimits, times: StepTimes) -> None:
+    def __init__(self, limits: StepLimits, times: StepTimes, *, hints: SessionHints = NO_HINTS) -> None:
         self.clock = Clock()
         self.devices = SimulatedDevices(times, self.clock, rows_per_rank=limits.num_rows)
         self.cycle = StepCycle(Scheduler(limits), self.devices)  # ty: ignore[invalid-argument-type]
+        for rank in self.cycle.scheduler.ranks:
+            rank.tree.clock = lambda: self.clock.now
+        self._hints = hints
         self.is_awake = False
         self._events, self._watched = PageEvents(lambda: None), False
         self._log = PageLog(
@@ -90,9 +110,19 @@ class SimulatedReplica:
         changes = self._events.take(MOST_EVENTS) if self._watched else []
         return self._log.publish(changes) if changes else None
 
-    def add(self, name: str, token_ids: np.ndarray, *, num_answer: int) -> sequences.Sequence:
-        """Queue a prompt."""
-        request = GenerationRequest(name, token_ids, SamplingParams(max_new_tokens=num_answer, temperature=0.0))
+    def add(
+        self, name: str, token_ids: np.ndarray, *, num_answer: int, session: str | None = None, is_last: bool = False
+    ) -> sequences.Sequence:
+        """Queue a prompt, a turn of a session with hints, or of none."""
+        hints = NO_HINTS if session is None else self._hints
+        protected = ((INT32_MAX, hints.ttl_s),) if hints.ttl_s and not (is_last and hints.final) else ()
+        request = GenerationRequest(
+            name,
+            token_ids,
+            SamplingParams(max_new_tokens=num_answer, temperature=0.0),
+            session=session if hints.names else None,
+            retention=Retention(protected, ends_session=is_last and hints.final),
+        )
         sequence = sequences.Sequence(request, 0, seed=0, stop_token_ids=frozenset())
         self.cycle.scheduler.add([sequence])
         return sequence

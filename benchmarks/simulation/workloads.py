@@ -31,6 +31,8 @@ class Turn:
     spans: tuple[Span, ...]
     num_answer: int
     gap_s: float = 0.0
+    num_dropped: int = 0
+    """Tokens at the end of the history that its prompt leaves out, by an edit of the history."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,6 +46,8 @@ class Conversation:
 
     starts_at: float
     turns: tuple[Turn, ...]
+    sends_hints: bool = True
+    """True if its client sends the hints that are compared (`SessionHints`)."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,23 +1,26 @@
 """The prefix tree agrees with a dictionary of cached prefixes under any order of events.
 
-The model knows no tree: it has a page and a time of last use for every cached prefix of whole pages, and drops the
-prefix that was used least recently among those that nothing longer continues and no lock covers.
+The model knows no tree: it has a page, a time of last use, an owner and a protection for every cached prefix of whole
+pages. Among those that nothing longer continues and no lock covers, it drops released prefixes first and protected ones
+last, each by last use.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rayserve_moe.scheduling.eviction_order import CachedPrefix
 from rayserve_moe.scheduling.pages import PageAllocator
-from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
+from rayserve_moe.scheduling.prefix_tree import PrefixTree
 from tests.support.session.hypothesis_examples import examples
 
 NAMESPACES = ("", "salt", ("salt", 7))
+SESSIONS = (None, "one", "two")
 MOST_HOLDERS = 8
 USES_BETWEEN_CLEARS = 6
 
@@ -27,6 +30,7 @@ Prefix = tuple[object, tuple[int, ...]]
 # Few letters and mostly one namespace, so that prompts meet; all bits matter, so that long runs are as likely as short.
 letters = st.integers(0, 3**7 - 1).map(lambda bits: tuple(bits // 3**n % 3 for n in range(bits % 7)))
 namespaces = st.sampled_from((*NAMESPACES, *NAMESPACES[:1] * 4))
+sessions = st.sampled_from(SESSIONS)
 which_one = st.integers(0, 1000)
 
 
@@ -34,6 +38,14 @@ which_one = st.integers(0, 1000)
 class Cached:
     page: int
     last_used: int
+    owner: str | None
+    is_released: bool = False
+    protected_until: float = 0.0
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Its place in the order of eviction."""
+        return 2 if self.protected_until else 0 if self.is_released else 1, self.last_used
 
 
 @dataclass
@@ -46,6 +58,7 @@ class Holder:
     prefix: CachedPrefix
     num_clears: int
     """How often its namespace had been cleared when it started."""
+    owner: str | None
 
 
 class PrefixTreeMachine(RuleBasedStateMachine):
@@ -55,28 +68,35 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     def set_up(self, num_pages, page_size):
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
+        self.max_protected, self.now = num_pages // 2, 1.0
         self.tree = PrefixTree(self.allocator, page_size=page_size)
+        self.tree.max_protected, self.tree.clock = self.max_protected, lambda: self.now
         self.holders: list[Holder] = []
         self.cached: dict[Prefix, Cached] = {}
         self.num_clears = dict.fromkeys(NAMESPACES, 0)
         self.clock = 0
         self.next_clear = USES_BETWEEN_CLEARS
 
-    @rule(namespace=namespaces, prompts=st.lists(letters, min_size=1, max_size=4))
-    def serve(self, namespace, prompts):
+    @rule(namespace=namespaces, prompts=st.lists(letters, min_size=1, max_size=4), owner=sessions)
+    def serve(self, namespace, prompts, owner):
         """Several come one after the other, and leave what they computed in the cache."""
         for letters in prompts:
-            holder = self._admit(namespace, letters)
+            holder = self._admit(namespace, letters, owner)
             if holder is not None:
                 self.books_are_right()
                 self._insert(holder, len(letters))
                 self._let_go(holder)
 
     @precondition(lambda self: len(self.holders) < MOST_HOLDERS)
-    @rule(namespace=namespaces, prompts=st.lists(letters, min_size=2, max_size=4), progress=st.integers(0, 6))
-    def start(self, namespace, prompts, progress):
+    @rule(
+        namespace=namespaces,
+        prompts=st.lists(letters, min_size=2, max_size=4),
+        progress=st.integers(0, 6),
+        owner=sessions,
+    )
+    def start(self, namespace, prompts, progress, owner):
         """Several come at once, and cache their first pages while they go on."""
-        holders = [self._admit(namespace, letters) for letters in prompts]
+        holders = [self._admit(namespace, letters, owner) for letters in prompts]
         for holder in holders:
             if holder is not None:
                 self._progress(holder, progress)
@@ -104,11 +124,46 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         page_ids = leader.prefix.page_ids.copy()
         self.allocator.share(page_ids)
         letters = leader.letters[: len(page_ids)]
-        self.holders.append(Holder(leader.namespace, letters, page_ids, leader.prefix, leader.num_clears))
+        self.holders.append(replace(leader, letters=letters, page_ids=page_ids))
 
-    @rule(namespace=namespaces, letters=letters)
-    def look(self, namespace, letters):
-        self._match(namespace, letters)
+    @rule(namespace=namespaces, letters=letters, owner=sessions)
+    def look(self, namespace, letters, owner):
+        self._match(namespace, letters, owner)
+
+    @rule(namespace=namespaces, letters=letters, seconds=st.integers(0, 4))
+    def protect(self, namespace, letters, seconds):
+        """The first pages of a prompt are protected, as many as may be; those that are stay so for longer."""
+        self.tree.protect(namespace, self._tokens(letters), seconds=seconds)
+        self._expire()
+        for n in range(1, len(letters) + 1):
+            page = self.cached.get((namespace, letters[:n]))
+            if page is None or not (page.protected_until or self._num_protected() < self.max_protected):
+                break
+            page.is_released, page.protected_until = False, max(page.protected_until, self.now + seconds)
+
+    @rule(seconds=st.integers(0, 3))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule(owner=sessions)
+    def finish(self, owner):
+        self.tree.finish(owner)
+        self._release(page for page in self.cached.values() if page.owner == owner is not None)
+
+    @rule(namespace=namespaces, letters=letters, owner=st.sampled_from(SESSIONS[1:]))
+    def supersede(self, namespace, letters, owner):
+        """Branches that part from a path after a page of their owner's are released, except those in use."""
+        prefix = self._match(namespace, letters, owner)
+        self.tree.supersede(prefix, owner)
+        path = [letters[:n] for n in range(1, prefix.num_pages + 1)]
+        own = [run for run in path if self.cached[namespace, run].owner == owner]
+        locked = self._locked()
+        self._release(
+            page
+            for (space, run), page in self.cached.items()
+            if own and space == namespace and run[: len(own[0])] == own[0]
+            if run not in path and (space, run) not in locked
+        )
 
     @rule(num_pages=st.integers(0, 8))
     def evict(self, num_pages):
@@ -131,6 +186,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self.allocator.check_integrity([self.tree.held_page_ids(), *(holder.page_ids for holder in self.holders)])
         assert self.tree.num_cached_pages == len(self.cached)
         assert self.tree.num_evictable == len(self.cached.keys() - self._locked())
+        assert self.tree._order.num_protected == self._num_protected() <= self.max_protected
         for namespace, run in self.cached:
             assert self.tree.match_length(namespace, self._tokens(run)) == len(run) * self.page_size
 
@@ -144,20 +200,20 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self._evict(self.tree.num_evictable)
         assert self.allocator.num_free == self.allocator.num_usable, "pages are lost"
 
-    def _match(self, namespace, run) -> CachedPrefix:
+    def _match(self, namespace, run, owner) -> CachedPrefix:
         length = next(n for n in range(len(run), -1, -1) if n == 0 or (namespace, run[:n]) in self.cached)
         wanted = np.append(self._tokens(run), np.arange(self.page_size - 1, dtype=np.int32))
         assert self.tree.match_length(namespace, wanted) == length * self.page_size
-        prefix = self.tree.match(namespace, wanted)
+        prefix = self.tree.match(namespace, wanted, owner=owner)
         assert prefix.num_pages == length
         self._expect_pages(prefix, namespace, run[:length])
-        self._use(namespace, run[:length])
+        self._use(namespace, run[:length], owner)
         return prefix
 
-    def _admit(self, namespace, letters) -> Holder | None:
-        prefix = self._match(namespace, letters)
+    def _admit(self, namespace, letters, owner) -> Holder | None:
+        prefix = self._match(namespace, letters, owner)
         self.tree.lock(prefix)
-        holder = Holder(namespace, letters, prefix.page_ids.copy(), prefix, self.num_clears[namespace])
+        holder = Holder(namespace, letters, prefix.page_ids.copy(), prefix, self.num_clears[namespace], owner)
         self.allocator.share(prefix.page_ids)
         self.holders.append(holder)
         missing = len(letters) - len(prefix.page_ids)
@@ -178,12 +234,12 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             self._insert(holder, min(max(progress, least), len(holder.letters)))
 
     def _insert(self, holder: Holder, num_pages: int) -> None:
-        run = holder.letters[:num_pages]
-        prefix = self.tree.insert(holder.namespace, self._tokens(run), page_ids=holder.page_ids[:num_pages])
+        run, owner, page_ids = holder.letters[:num_pages], holder.owner, holder.page_ids[:num_pages]
+        prefix = self.tree.insert(holder.namespace, self._tokens(run), page_ids=page_ids, owner=owner)
         for n in range(1, num_pages + 1):
-            self.cached.setdefault((holder.namespace, run[:n]), Cached(int(holder.page_ids[n - 1]), 0))
+            self.cached.setdefault((holder.namespace, run[:n]), Cached(int(page_ids[n - 1]), 0, owner))
         self._expect_pages(prefix, holder.namespace, run)
-        self._use(holder.namespace, run)
+        self._use(holder.namespace, run, owner)
         self.tree.lock(prefix)
         self.tree.unlock(holder.prefix)
         holder.prefix = prefix
@@ -198,15 +254,30 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         num_evictable = len(self.cached.keys() - locked)
         assert self.tree.evict(num_pages) == min(num_pages, num_evictable)
         assert self.allocator.num_free == num_free + min(num_pages, num_evictable)
+        self._expire()
         for _ in range(min(num_pages, num_evictable)):
             continued = {(namespace, run[:-1]) for namespace, run in self.cached}
             leaves = self.cached.keys() - locked - continued
-            del self.cached[min(leaves, key=lambda key: self.cached[key].last_used)]
+            del self.cached[min(leaves, key=lambda key: self.cached[key].turn)]
 
-    def _use(self, namespace, run) -> None:
+    def _use(self, namespace, run, owner) -> None:
         self.clock += 1
         for n in range(1, len(run) + 1):
-            self.cached[namespace, run[:n]].last_used = self.clock
+            page = self.cached[namespace, run[:n]]
+            page.last_used, page.is_released = self.clock, False
+            page.owner = owner if page.owner == owner else None
+
+    def _expire(self) -> None:
+        for page in self.cached.values():
+            if page.protected_until <= self.now:
+                page.protected_until = 0.0
+
+    def _release(self, pages) -> None:
+        for page in pages:
+            page.is_released, page.protected_until = True, 0.0
+
+    def _num_protected(self) -> int:
+        return sum(1 for page in self.cached.values() if page.protected_until)
 
     def _locked(self) -> set[Prefix]:
         """Every cached prefix on the way to a locked one."""
@@ -242,10 +313,14 @@ TestPrefixTree.settings = examples(100, stateful_step_count=40)
         (lambda tree, leaf: setattr(leaf, "num_pages", 9), "the pages of a node are miscounted"),
         (lambda tree, leaf: setattr(leaf, "run", leaf.run[::-1]), "a node has a wrong key"),
         (lambda tree, leaf: setattr(leaf, "last_used", 99), "a node was used without its parent"),
-        (lambda tree, leaf: setattr(leaf, "is_queued", False), "lost its place"),
-        (lambda tree, leaf: tree._queue._heap.clear(), "lost its place"),
-        (lambda tree, leaf: setattr(tree._queue.pop(), "is_queued", False), "a leaf is not queued"),
-        (lambda tree, leaf: tree._queue._heap.append(tree._queue._heap[0]), "queued twice"),
+        (lambda tree, leaf: tree._order._leaves._heap.clear(), "lost its entry"),
+        (lambda tree, leaf: tree._order.pop(), "not queued"),
+        (lambda tree, leaf: tree._order._leaves.add(CachedPrefix(parent=leaf)), "queued after its end"),
+        (lambda tree, leaf: setattr(leaf, "is_released", True), "queued, or too late"),
+        (lambda tree, leaf: tree._order.protect([leaf], until=2.0), "hangs free"),
+        (lambda tree, leaf: setattr(leaf.parent, "protected_until", 2.0), "protected pages are miscounted"),
+        (lambda tree, leaf: setattr(leaf, "owner", "one"), "owners are wrong"),
+        (lambda tree, leaf: tree._order._owned.update(two={}), "an owner without pages"),
         (lambda tree, leaf: setattr(leaf, "own_page_ids", leaf.parent.own_page_ids), "cached pages are miscounted"),
         (lambda tree, leaf: tree._allocator.release(leaf.own_page_ids), "without a reference"),
     ],

@@ -35,6 +35,7 @@ from rayserve_moe.requests.fields import (
 )
 from rayserve_moe.requests.processor_arguments import ProcessorArgument
 from rayserve_moe.requests.reasoning_span import ThinkingLimit
+from rayserve_moe.requests.retention import NO_RETENTION, Retention
 
 INDEX, GATES = "index", "gates"
 """Names of parts of routing rows (`requests.row_parts`)."""
@@ -232,6 +233,8 @@ class GenerationRequest(RequestedAdapter, RequestedEvidence):
     """Constraint of the answer."""
     session: str | None = None
     """Key of its session, which tells tenants apart; None for none. The answer does not depend on it."""
+    retention: Retention = NO_RETENTION
+    """Hints about its cached pages."""
 
     @property
     def is_guided(self) -> bool:

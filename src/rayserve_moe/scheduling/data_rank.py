@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from rayserve_moe.scheduling.eviction_order import CachedPrefix
 from rayserve_moe.scheduling.pages import PageAllocator
-from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
+from rayserve_moe.scheduling.prefix_tree import PrefixTree
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
 from rayserve_moe.state.groups import EntryGroup, PageGroup
@@ -84,7 +85,7 @@ class DataRank:
             token_ids = token_ids[: self.num_cached(sequence)]
         if self._entry_groups:
             sequence.cache.kept_positions = self._kept_positions(sequence, len(token_ids))
-        prefix = self.tree.match(sequence.cache.namespace, token_ids)
+        prefix = self.tree.match(sequence.cache.namespace, token_ids, owner=sequence.cache.owner)
         self.tree.lock(prefix)
         return prefix
 
@@ -94,6 +95,8 @@ class DataRank:
         self.table.take(row, sequence)
         sequence.data_rank, cache = self.index, sequence.cache
         cache.prefix, cache.num_flushes = prefix, self._num_flushes
+        if cache.owner is not None and sequence.choice_index == 0:
+            self.tree.supersede(prefix, cache.owner)
         page_ids = prefix.page_ids
         self.allocator.share(page_ids)
         for state in self.states:
@@ -142,7 +145,8 @@ class DataRank:
         token_ids = sequence.token_ids[: num_pages * self.table.page_size]
         if self._entry_groups and self._has_twins(sequence, token_ids) and _are_pages_used(sequence):
             return
-        longer = self.tree.insert(cache.namespace, token_ids, page_ids=sequence.pages[:num_pages])
+        page_ids = sequence.pages[:num_pages]
+        longer = self.tree.insert(cache.namespace, token_ids, page_ids=page_ids, owner=cache.owner)
         self.tree.lock(longer)
         self.tree.unlock(cache.prefix)
         cache.prefix = longer

@@ -1,113 +1,18 @@
-"""Prefix cache: a radix tree from token ids to KV pages with LRU eviction, as in SGLang's RadixAttention.
+"""Prefix cache: a radix tree from token ids to KV pages, as in SGLang's RadixAttention.
 
 It handles pages and token ids only; the caller decides when to evict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from typing import Any
+import time
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
+from rayserve_moe.scheduling.eviction_order import CachedPrefix, EvictionOrder, pages_of
 from rayserve_moe.scheduling.page_events import PagesAdded, PagesCleared, PagesRemoved, PageWatcher
 from rayserve_moe.scheduling.pages import NULL_PAGE, PageAllocator
-
-
-@dataclass(slots=True, eq=False)
-class CachedPrefix:
-    """Cached run of whole pages, represented by its last node. It is only guaranteed to stay while locked."""
-
-    key: Any = None
-    """Key in the parent's `children`."""
-    parent: CachedPrefix | None = None
-    """None for a root."""
-    run: bytes = b""
-    """Token ids of `own_page_ids`, int32 as bytes, so that matching compares memory."""
-    own_page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Pages that this node adds to its parent's, int32; none for a root."""
-    num_pages: int = 0
-    """Pages from the root on; negative once evicted."""
-    last_used: int = 0
-    """Clock of the tree at the last use."""
-    children: dict[Any, CachedPrefix] = field(default_factory=dict)
-    num_locks: int = 0
-    """Locks on this node and its descendants."""
-    num_own_locks: int = 0
-    """Locks that end at this node."""
-    is_queued: bool = False
-    """True if it has an entry in the `LeafQueue`."""
-
-    @property
-    def page_ids(self) -> np.ndarray:
-        """Return all pages in token order, int32 [num_pages]."""
-        return pages_of(reversed(list(self.path_up())))
-
-    @property
-    def last_page(self) -> int:
-        """Return the last page; NULL_PAGE for a root."""
-        return int(self.own_page_ids[-1]) if len(self.own_page_ids) else NULL_PAGE
-
-    @property
-    def is_evictable(self) -> bool:
-        return not self.children and not self.num_locks and self.parent is not None
-
-    def path_up(self) -> Iterator[CachedPrefix]:
-        """Yield this node and its ancestors, without the root."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
-
-    def below(self) -> Iterator[CachedPrefix]:
-        """Yield all descendants, each after its parent."""
-        stack = list(self.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += node.children.values()
-
-
-class LeafQueue:
-    """Leaves by last use, as a heap with lazy deletion: entries are checked when they are popped."""
-
-    def __init__(self, nodes: Iterable[CachedPrefix] = ()) -> None:
-        self._heap: list[tuple[int, int, CachedPrefix]] = []  # last use when queued, tie-break, node
-        for node in nodes:
-            node.is_queued = False
-            self.add(node)
-
-    def add(self, node: CachedPrefix) -> None:
-        """Queue a node if it is evictable and not queued yet."""
-        if node.is_evictable and not node.is_queued:
-            node.is_queued = True
-            heappush(self._heap, (node.last_used, id(node), node))
-
-    def pop(self) -> CachedPrefix | None:
-        """Remove and return the least recently used evictable leaf, or None."""
-        while self._heap:
-            last_used, _, node = heappop(self._heap)
-            node.is_queued = False
-            if node.is_evictable and node.last_used == last_used:
-                return node
-            self.add(node)
-        return None
-
-    def check_integrity(self, cached: list[CachedPrefix]) -> None:
-        """Assert that each evictable node of `cached` is queued once, with a time not later than its last use."""
-        queued = {node for _, _, node in self._heap}
-        assert len(queued) == len(self._heap) and queued <= set(cached), "a node is queued twice, or after its end"
-        assert queued == {node for node in cached if node.is_queued}, "a node has lost its place in the queue"
-        assert queued >= {node for node in cached if node.is_evictable}, "a leaf is not queued"
-        assert all(last_used <= node.last_used for last_used, _, node in self._heap), "a node is queued too late"
-
-
-def pages_of(nodes: Iterable[CachedPrefix]) -> np.ndarray:
-    """Return the own pages of nodes in order, int32."""
-    return np.concatenate([np.zeros(0, np.int32), *(node.own_page_ids for node in nodes)])
-
 
 TOKEN_BYTES = 4
 
@@ -117,7 +22,7 @@ class PrefixTree:
 
     Namespaces are separate. A holder of tree pages locks their prefix, or releases the pages before the next `evict`;
     therefore `num_evictable` is exact. `num_cached_pages` counts pages that can be matched. Pages computed before a
-    `clear` must not be inserted after it.
+    `clear` must not be inserted after it. Owners and protections change the order of eviction, nothing else.
     """
 
     def __init__(self, allocator: PageAllocator, *, page_size: int) -> None:
@@ -128,14 +33,18 @@ class PrefixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = CachedPrefix()
         self._cleared = CachedPrefix()  # root of paths that were cleared while locked
-        self._queue = LeafQueue()
-        self._clock = 0
+        self._order = EvictionOrder()
+        self._num_uses = 0
         self._watcher: PageWatcher | None = None
         self.num_cached_pages = self.num_evictable = 0
+        self.max_protected = 0
+        """Pages that may be protected at a time."""
+        self.clock: Callable[[], float] = time.monotonic
+        """Seconds for the ends of protections."""
 
-    def match(self, namespace: Hashable, token_ids: np.ndarray) -> CachedPrefix:
-        """Return the longest cached prefix of `token_ids` int32 [T] in whole pages, marked as used now."""
-        return self._use(self._end_at(namespace, token_ids))
+    def match(self, namespace: Hashable, token_ids: np.ndarray, *, owner: Hashable = None) -> CachedPrefix:
+        """Return the longest cached prefix of `token_ids` int32 [T] in whole pages, marked as used now by `owner`."""
+        return self._use(self._end_at(namespace, token_ids), owner=owner)
 
     def match_length(self, namespace: Hashable, token_ids: np.ndarray) -> int:
         """Return the number of tokens that `match` would find, without marking them as used."""
@@ -147,11 +56,13 @@ class PrefixTree:
         node, num_pages = self._find(namespace, token_ids)
         return node.page_ids[: node.num_pages - len(node.own_page_ids) + num_pages]
 
-    def insert(self, namespace: Hashable, token_ids: np.ndarray, *, page_ids: np.ndarray) -> CachedPrefix:
+    def insert(
+        self, namespace: Hashable, token_ids: np.ndarray, *, page_ids: np.ndarray, owner: Hashable = None
+    ) -> CachedPrefix:
         """Cache `token_ids` int32 [n * page_size] with their pages `page_ids` int32 [n], and return the prefix.
 
-        It is marked as used now. For runs that are already cached, the tree keeps its own pages, and the returned
-        prefix names these. The caller keeps its references.
+        It is marked as used now by `owner`, who owns the added pages. For runs that are already cached, the tree keeps
+        its own pages, and the returned prefix names these. The caller keeps its references.
         """
         assert len(token_ids) == len(page_ids) * self._page_size, "only whole pages can be cached"
         node = self._end_at(namespace, token_ids)
@@ -162,11 +73,12 @@ class PrefixTree:
             key = run[: self._page_bytes] if node.parent else (namespace, run[: self._page_bytes])
             if self._watcher is not None:
                 self._watcher(PagesAdded(namespace, node.last_page, run, added))
-            node.children[key] = CachedPrefix(key, node, run, added, node.num_pages + len(added))
-            node = node.children[key]
+            added_node = CachedPrefix(key, node, run, added, node.num_pages + len(added), owner=owner)
+            node.children[key] = node = added_node
+            self._order.enter(node)
             self.num_cached_pages += len(added)
             self.num_evictable += len(added)
-        return self._use(node)
+        return self._use(node, owner=owner)
 
     def lock(self, prefix: CachedPrefix) -> None:
         """Lock `prefix` and its ancestors until the same number of `unlock` calls."""
@@ -189,17 +101,46 @@ class PrefixTree:
             self._drop(idle)
         else:
             self.num_evictable += sum(len(passed.own_page_ids) for passed in idle)
-            self._queue.add(prefix)
+            self._order.queue(prefix)
 
     def evict(self, num_pages: int) -> int:
-        """Drop the least recently used pages until `num_pages` became free, or all that are evictable.
+        """Drop pages in the order of eviction until `num_pages` became free, or all that are evictable.
 
         Returns: the number of freed pages.
         """
+        self._order.expire(self.clock())
         num_free = self._allocator.num_free
-        while (missing := num_free + num_pages - self._allocator.num_free) > 0 and (leaf := self._queue.pop()):
+        while (missing := num_free + num_pages - self._allocator.num_free) > 0 and (leaf := self._order.pop()):
             self._shorten(leaf, min(missing, len(leaf.own_page_ids)))
         return self._allocator.num_free - num_free
+
+    def protect(self, namespace: Hashable, token_ids: np.ndarray, *, seconds: float) -> None:
+        """Protect the cached pages of `token_ids` for some seconds, from the first page on, as many as may be."""
+        now = self.clock()
+        self._order.expire(now)
+        node, num_pages = self._find(namespace, token_ids)
+        end = node.num_pages - len(node.own_page_ids) + num_pages
+        path = list(node.path_up())
+        num_unprotected = end - sum(len(each.own_page_ids) for each in path[1:] if each.protected_until)
+        if path and node.protected_until:
+            num_unprotected -= num_pages
+        end -= max(0, num_unprotected - max(0, self.max_protected - self._order.num_protected))
+        node = self._end_at(namespace, token_ids[: end * self._page_size])
+        self._order.protect(node.path_up(), until=now + seconds)
+
+    def supersede(self, prefix: CachedPrefix, owner: Hashable) -> None:
+        """Let the owner's other branches leave first, which part from `prefix` after a page of its own.
+
+        Branches in use stay in their place.
+        """
+        path = set(prefix.path_up())
+        own = [node for node in prefix.path_up() if node.owner == owner]
+        if own:
+            self._order.release(node for node in own[-1].below() if node not in path and not node.num_locks)
+
+    def finish(self, owner: Hashable) -> None:
+        """Let all pages of an owner leave first, except those that other requests have used."""
+        self._order.release(self._order.owned_by(owner))
 
     def clear(self, namespace: Hashable = None) -> None:
         """Remove a namespace, or all namespaces for None. Locked pages are freed by their last unlock."""
@@ -221,7 +162,7 @@ class PrefixTree:
                     unlocked.append(node)
         if tops:
             self._drop(unlocked)
-            self._queue = LeafQueue(self._root.below())
+            self._order = EvictionOrder(self._root.below())
 
     def watch(self, watcher: PageWatcher) -> None:
         """Report the cached pages, and all changes from now on."""
@@ -252,7 +193,7 @@ class PrefixTree:
         evictable = pages_of(node for node in cached if node.num_locks == 0)
         assert len(evictable) == self.num_evictable, "evictable pages are miscounted"
         assert NULL_PAGE not in held and self._allocator.references(held).all(), "a page is held without a reference"
-        self._queue.check_integrity(cached)
+        self._order.check_integrity(cached)
 
     def _find(self, namespace: Hashable, token_ids: np.ndarray) -> tuple[CachedPrefix, int]:
         """Return the node in which the longest cached prefix of `token_ids` ends, and its number of matching pages."""
@@ -281,19 +222,21 @@ class PrefixTree:
         assert above is not None and num_pages < len(pages), "the node cannot be split"
         end = node.num_pages - len(pages) + num_pages
         head = CachedPrefix(node.key, above, node.run[:cut], pages[:num_pages].copy(), end, node.last_used)
-        head.num_locks = node.num_locks
+        head.num_locks, head.is_released = node.num_locks, node.is_released
+        head.owner, head.protected_until = node.owner, node.protected_until
+        self._order.leave(node)
         above.children[head.key] = head
         node.run, node.own_page_ids = node.run[cut:], pages[num_pages:].copy()
         node.key, node.parent = node.run[: self._page_bytes], head
         head.children[node.key] = node
+        self._order.enter(head)
+        self._order.enter(node)
         return head
 
-    def _use(self, node: CachedPrefix) -> CachedPrefix:
-        """Mark `node` and its ancestors as used now."""
-        self._clock += 1
-        for passed in node.path_up():
-            passed.last_used = self._clock
-        self._queue.add(node)
+    def _use(self, node: CachedPrefix, *, owner: Hashable) -> CachedPrefix:
+        """Mark `node` and its ancestors as used now by `owner`."""
+        self._num_uses += 1
+        self._order.use(node, self._num_uses, owner=owner)
         return node
 
     def _shorten(self, leaf: CachedPrefix, count: int) -> None:
@@ -305,8 +248,9 @@ class PrefixTree:
             self._watcher(PagesRemoved(leaf.own_page_ids))
         self.num_cached_pages -= count
         self.num_evictable -= count
+        self._order.leave(leaf)
         self._drop([leaf])
-        self._queue.add(above)
+        self._order.queue(above)
 
     def _drop(self, nodes: list[CachedPrefix]) -> None:
         """Remove nodes together with all below them, and free their pages."""

@@ -49,6 +49,12 @@ class StepLimits:
     """Groups of layers with entries."""
     verify_rows: int = 0
     """Single tokens of a step without prompts, for sequences with drafts."""
+    ranks_sessions: bool = False
+    """True: pages of ended sessions and superseded branches leave first."""
+    protected_share: float = 0.0
+    """Share of a rank's pages that requests may protect."""
+    max_protected_s: float = 0.0
+    """Maximum seconds of a protection."""
     max_adapters: int = 0
     """Adapters of the sequences that run on all ranks."""
     step_adapters: int = 0

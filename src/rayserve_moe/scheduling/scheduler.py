@@ -69,6 +69,8 @@ class Scheduler:
             )
             for i in range(limits.num_data_ranks)
         ]
+        for rank in self.ranks:
+            rank.tree.max_protected = int(limits.protected_share * rank.allocator.num_usable)
         self.open_ranks, self.waiting = self.ranks, deque[Sequence]()
         self.held: list[Sequence] = []
         self.captures_all = False
@@ -101,6 +103,7 @@ class Scheduler:
         for sequence in choices:
             sequence.group.choices = choices
             sequence.cache.namespace = self._namespace(request)
+            sequence.cache.owner = request.session if self._limits.ranks_sessions else None
             sequence.evidence.probe = probe
             record_weights(sequence, self.weight_version)
         queue_by_priority(self.waiting, leader)
@@ -178,6 +181,13 @@ class Scheduler:
         """Release the pages of an ended sequence; whole pages stay cached until they are evicted."""
         assert sequence.finish is not None, "only ended sequences are released"
         self._give_up_pages(sequence)
+        cache, retention = sequence.cache, sequence.request.retention
+        for num_tokens, seconds in retention.protected if self._limits.protected_share else ():
+            token_ids = sequence.token_ids[: min(num_tokens, sequence.num_tokens)]
+            seconds = min(seconds, self._limits.max_protected_s)
+            self.ranks[sequence.data_rank].tree.protect(cache.namespace, token_ids, seconds=seconds)
+        if retention.ends_session and cache.owner is not None:
+            self.finish_session(cache.owner)
         if self._is_private(sequence.request) and all(choice.finish for choice in sequence.group.choices):
             for rank in self.ranks:
                 rank.tree.clear(sequence.cache.namespace)
@@ -193,6 +203,11 @@ class Scheduler:
         queue.num_to_recompute = max(queue.num_to_recompute, num_computed)
         self._give_up_pages(sequence)
         self.waiting.appendleft(sequence)
+
+    def finish_session(self, session: str) -> None:
+        """Let the cached pages of a session leave first, as far as no other request has used them."""
+        for rank in self.ranks:
+            rank.tree.finish(session)
 
     def flush(self) -> None:
         """Flush the prefix cache; running sequences keep their pages."""

@@ -15,7 +15,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, RoutedExperts
 from rayserve_moe.requests.results import ChoiceResult, DraftCounts
 from rayserve_moe.scheduling.chunk_demands import ChunkDemand, demand_of
-from rayserve_moe.scheduling.prefix_tree import CachedPrefix
+from rayserve_moe.scheduling.eviction_order import CachedPrefix
 from rayserve_moe.scheduling.token_probe import PromptProbe
 
 NO_ROW = -1
@@ -135,6 +135,8 @@ class CacheState:
     """Tokens found cached at its first start."""
     kept_positions: tuple[int, ...] = ()
     """Positions, ascending, whose state entries are kept for other sequences."""
+    owner: str | None = None
+    """Session that owns the pages it computes; None if sessions have no effect on eviction."""
     origins: tuple[tuple[int, int, str], ...] = ()
     """Ranges `(from, to, "cached" or "recomputed")` of positions that were found cached or recomputed.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rayserve_moe.scheduling.eviction_order import CachedPrefix
 from rayserve_moe.scheduling.pages import PageAllocator
-from rayserve_moe.scheduling.prefix_tree import CachedPrefix, PrefixTree
+from rayserve_moe.scheduling.prefix_tree import PrefixTree
 
 PAGE = 2
 """Tokens per page."""
@@ -287,10 +288,11 @@ def test_use_leaves_nothing_behind(cache):
         cache.put("AB")
         cache.put("AB", namespace=turn)
         cache.tree.unlock(cache.lock("AB"))
-        assert len(cache.tree._queue._heap) == 1 + turn % 10 + 1
+        assert len(cache.tree._order._leaves._keys) == 1 + turn % 10 + 1
         if turn % 10 == 9:
             cache.tree.clear()
-    assert not cache.tree._root.children and not cache.tree._cleared.children and not cache.tree._queue._heap
+    assert not cache.tree._root.children and not cache.tree._cleared.children
+    assert not cache.tree._order._leaves._heap
 
 
 def test_a_page_holds_a_token():
