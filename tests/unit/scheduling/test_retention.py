@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.retention import Retention
 from rayserve_moe.scheduling.pages import PageAllocator
@@ -131,14 +132,26 @@ def test_memory_depends_on_pages_and_not_on_names(cache):
         assert len(heap._heap) <= 2 * NUM_PAGES + heap.SLACK
 
 
-def limits(**fields) -> StepLimits:
-    return StepLimits(4, 64, 64, 1, NUM_PAGES, max_tokens=64, **fields)
+def limits(*, num_rows: int = 4, **fields) -> StepLimits:
+    return StepLimits(num_rows, 64, 64, 1, NUM_PAGES, max_tokens=64, **fields)
 
 
 def served(scheduler: Scheduler, letters: str, **fields) -> None:
     """Serve a request of one new token to its end."""
-    request = GenerationRequest(f"r {letters}", tokens(letters), SamplingParams(max_new_tokens=1), **fields)
-    scheduler.add([Sequence(request, 0, seed=0, stop_token_ids=frozenset())])
+    added(scheduler, letters, **fields)
+    step(scheduler)
+
+
+def added(scheduler: Scheduler, letters: str, *, n: int = 1, **fields) -> list[Sequence]:
+    """Queue a request of `n` choices of one new token."""
+    request = GenerationRequest(f"r {letters}", tokens(letters), SamplingParams(max_new_tokens=1, n=n), **fields)
+    choices = [Sequence(request, i, seed=0, stop_token_ids=frozenset()) for i in range(n)]
+    scheduler.add(choices)
+    return choices
+
+
+def step(scheduler: Scheduler) -> None:
+    """Compute a step, and release what ends."""
     schedule = scheduler.schedule()
     count = int(schedule.plan.chunks.samples.sum())
     ids, ranks = np.full(count, 7, np.int32), np.ones(count, np.int32)
@@ -176,3 +189,23 @@ def test_settings_turn_sessions_and_protections_off(is_on):
     assert tree.match_length(("",), tokens("ended")) == (0 if is_on else 5)
     tree.evict(4)
     assert tree.match_length(("",), tokens("kept")) == (4 if is_on else 0)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_prompt_is_protected_until_its_last_choice_has_started(aborts):
+    scheduler = Scheduler(limits(num_rows=1, protected_share=0.5, max_protected_s=MAX_PROTECTED_S))
+    tree = scheduler.ranks[0].tree
+    served(scheduler, "other")
+    choices = added(scheduler, "prompt", n=3)
+    for place in range(3):
+        tree.match(("",), tokens("other"))
+        assert tree._order.num_protected == (6 if place else 0)
+        if place == 1:
+            assert tree.evict(4) == 4 and tree.match_length(("",), tokens("prompt")) == 6
+        if place == 2 and aborts:
+            scheduler.end(choices[2], FinishReason("abort"))
+            scheduler.release(choices[2])
+        else:
+            step(scheduler)
+    assert all(choice.finish for choice in choices) and tree._order.num_protected == 0
+    assert [choice.cache.num_cached for choice in choices] == [0, 5, 0 if aborts else 5]
