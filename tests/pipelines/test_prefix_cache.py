@@ -11,6 +11,7 @@ from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.requests.records import GenerationRequest
 from tests.support.engine.outputs import Outcomes, assert_all_same
+from tests.support.engine.random_hints import random_retention, random_session
 from tests.support.engine.run_requests import Way, cycle_for, kept_tokens, preempt_every, run_on
 from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
 from tests.support.models.core import PAGE_SIZE
@@ -89,6 +90,25 @@ def test_a_pool_too_small_for_all_prefixes_keeps_some_and_serves_all(
     found = sum(outcomes[request.request_id, 0].num_cached for request in mixed_workload())
     all_cached = sum(cached_of(request, kept) for request in mixed_workload())
     assert 0 < found < all_cached, "some of it had to make room"
+
+
+@pytest.mark.sampled(2)
+def test_hints_change_what_stays_cached_and_nothing_else(engine: Engine, alone: Outcomes):
+    """Sessions end and are edited, and protections compete for half of a pool that is too small for all."""
+    generator = np.random.default_rng(5)
+    num_pages = TIGHT if kept_tokens(engine.runner) == PAGE_SIZE else 2 * TIGHT
+    cycle = cycle_for(engine.runner, engine.card, Way(num_pages=num_pages))
+    for _ in range(3):
+        hinted = [
+            replace(request, session=random_session(generator), retention=random_retention(generator))
+            for request in mixed_workload()
+        ]
+        assert_all_same(run_on(cycle, engine.card, hinted, intervene=preempt_every(7)), alone)
+        cycle.scheduler.finish_session("a")
+        for rank in cycle.scheduler.ranks:
+            rank.check_integrity()
+    protected = sum(rank.tree._order.num_protected for rank in cycle.scheduler.ranks)
+    assert 0 < protected <= len(cycle.scheduler.ranks) * num_pages // 2, "there was nothing to protect"
 
 
 def test_requests_with_different_salts_share_nothing(engine: Engine, alone: Outcomes):

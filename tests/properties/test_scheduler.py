@@ -2,7 +2,7 @@
 
 Steps are planned before the result of the one before is known. `tests.support.devices.simulated_device` finds every
 step that would compute on wrong keys and values, or on the entry of another past where layers keep entries; what each
-sequence has to come to is known beforehand.
+sequence has to come to is known beforehand. Requests carry random hints about their pages.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rayserve_moe.scheduling.verify_rows import samples_that_count
 from rayserve_moe.state.entries import EntryState
 from rayserve_moe.state.groups import EntryGroup, page_groups
 from tests.support.devices.simulated_device import STOP_TOKEN_ID, VOCABULARY, Past, SimulatedDevice, drawn
+from tests.support.engine.random_hints import random_retention, random_session
 from tests.support.session.hypothesis_examples import examples
 
 LONGEST_PROMPT = 60
@@ -91,11 +92,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 : entry_tokens > 0
             ],
             verify_rows=num_rows * (1 + max_drafts) // 2,
+            ranks_sessions=True,
+            protected_share=0.5,
+            max_protected_s=9.0,
         )
         self.device = SimulatedDevice(drawn, limits=self.limits)
         assert self.device.memory is not None, "it has limits"
         self.memory = self.device.memory
         self.windows, self.scheduler = windows, Scheduler(self.limits)
+        for rank in self.scheduler.ranks:
+            rank.tree.clock = lambda: float(self.num_submitted)
         self.overlaps, self.max_drafts = overlaps and not max_drafts, max_drafts
         self.generator = np.random.default_rng(seed)
         self.longest = min((num_pages - 1) * page_size, self.limits.max_tokens)
@@ -131,6 +137,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = ended[which % len(ended)]
         prompt = [*before.token_ids[: before.num_tokens], 1, 2, 3]
         self._submit(prompt, num_new, 1, True, before.request.cache_salt)
+
+    @rule()
+    def finish_a_session(self):
+        self.scheduler.finish_session(random_session(self.generator) or "")
 
     @precondition(lambda self: self.is_busy)
     @rule(count=st.integers(1, 6))
@@ -188,7 +198,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_new = min(num_new, self.longest - 1)
         prompt_ids = np.asarray(prompt[: min(self.longest - num_new, LONGEST_PROMPT * self.scale)], np.int32)
         sampling = SamplingParams(max_new_tokens=num_new, n=n, temperature=0.5)
-        request = GenerationRequest(f"r{self.num_submitted}", prompt_ids, sampling, cache_salt=salt)
+        request = GenerationRequest(
+            f"r{self.num_submitted}",
+            prompt_ids,
+            sampling,
+            cache_salt=salt,
+            session=random_session(self.generator),
+            retention=random_retention(self.generator),
+        )
         seed = (self.seed + self.num_submitted) % 2**32
         stops = frozenset([STOP_TOKEN_ID] if can_stop else [])
         choices = [Sequence(request, i, seed=seed, stop_token_ids=stops) for i in range(n)]

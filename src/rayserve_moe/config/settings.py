@@ -186,6 +186,12 @@ class CacheSettings:
     """Pages of the pool; windowed layers keep fewer. 0 sizes the pool from the memory that is free after loading."""
     enable_prefix_caching: bool = True
     """Keep the pages of prompts and answers for later requests with the same prefix."""
+    ranks_sessions: bool = True
+    """Evict cached pages of ended sessions, and branches that an edited history leaves, before others."""
+    protected_share: float = _number(0.25, (0.0, 0.9))
+    """Share of the pages that hints of clients, such as TTLs, may protect from eviction while others are cached."""
+    max_protected_s: float = _number(3600.0, (0.0, 86_400.0))
+    """Maximum seconds of such a protection; longer TTLs have this effect."""
     mem_fraction: float = _number(0.8, (0.01, 1.0))
     """Fraction of the free memory given to pages if `num_pages` is 0."""
     state_fraction: float = _number(0.3, (0.0, 0.9))

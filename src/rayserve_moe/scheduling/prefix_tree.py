@@ -114,8 +114,11 @@ class PrefixTree:
             self._shorten(leaf, min(missing, len(leaf.own_page_ids)))
         return self._allocator.num_free - num_free
 
-    def protect(self, namespace: Hashable, token_ids: np.ndarray, *, seconds: float) -> None:
-        """Protect the cached pages of `token_ids` for some seconds, from the first page on, as many as may be."""
+    def protect(self, namespace: Hashable, token_ids: np.ndarray, *, seconds: float) -> float:
+        """Protect the cached pages of `token_ids` for some seconds, from the first page on, as many as may be.
+
+        Returns: the time at which the protection ends.
+        """
         now = self.clock()
         self._order.expire(now)
         node, num_pages = self._find(namespace, token_ids)
@@ -127,6 +130,14 @@ class PrefixTree:
         end -= max(0, num_unprotected - max(0, self.max_protected - self._order.num_protected))
         node = self._end_at(namespace, token_ids[: end * self._page_size])
         self._order.protect(node.path_up(), until=now + seconds)
+        return now + seconds
+
+    def unprotect(self, namespace: Hashable, token_ids: np.ndarray, *, until: float) -> None:
+        """End a protection of `token_ids` that `protect` returned, except for pages that are protected for longer."""
+        for node in self._find(namespace, token_ids)[0].path_up():
+            if any(child.protected_until for child in node.children.values()) or node.protected_until > until:
+                return
+            self._order.unprotect(node)
 
     def supersede(self, prefix: CachedPrefix, owner: Hashable) -> None:
         """Let the owner's other branches leave first, which part from `prefix` after a page of its own.

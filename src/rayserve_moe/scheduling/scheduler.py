@@ -159,6 +159,8 @@ class Scheduler:
             if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
             if sequence.group.followers:
+                if row not in failed:
+                    self._protect_prompt(sequence)
                 release_followers(sequence, self.waiting)
         owned = [(sequence, reason) for row, reason in endings if (sequence := self.table.sequences[row])]
         for sequence, reason in owned:
@@ -174,6 +176,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.held:
             self.held.remove(sequence)
+        self._unprotect_prompt(sequence)
         if sequence.group.followers:
             release_followers(sequence, self.waiting)
 
@@ -246,6 +249,7 @@ class Scheduler:
                 for passed_over in list(self.waiting)[:place]:
                     passed_over.queue.num_passed_over += 1
                 self.waiting.remove(sequence)
+                self._unprotect_prompt(sequence)
                 return True
             if step.is_full and step.rank.num_cached(sequence):
                 return False
@@ -264,6 +268,22 @@ class Scheduler:
             else:
                 rank.cache_computed(sequence, num_known)
         rank.release_pages(sequence)
+
+    def _protect_prompt(self, leader: Sequence) -> None:
+        """Protect the cached prompt of a request whose other choices have no row yet."""
+        if self._limits.protected_share:
+            tree, seconds = self.ranks[leader.data_rank].tree, self._limits.max_protected_s
+            prompt_ids = leader.request.prompt_ids
+            leader.group.protected_until = tree.protect(leader.cache.namespace, prompt_ids, seconds=seconds)
+
+    def _unprotect_prompt(self, choice: Sequence) -> None:
+        """End the protection of a prompt once all choices of the request have started."""
+        leader = choice.group.choices[0]
+        until = leader.group.protected_until
+        if until and all(each.row != NO_ROW or each.finish for each in leader.group.choices):
+            leader.group.protected_until = 0.0
+            tree = self.ranks[leader.data_rank].tree
+            tree.unprotect(leader.cache.namespace, leader.request.prompt_ids, until=until)
 
     def _takes_adapter(self, sequence: Sequence, rank: DataRank) -> bool:
         """Return True if steps of a rank have a place for the adapter of a sequence beside those that run."""

@@ -63,6 +63,11 @@ async def _flush(state: ApiState, retracts: bool) -> bool:
     return await asyncio.wrap_future(state.loop.control.flush(retracts=retracts))
 
 
+async def _finish_session(state: ApiState, key: str) -> None:
+    state.loop.check_health()
+    await asyncio.wrap_future(state.loop.control.finish_session(key))
+
+
 async def _hold_new(state: ApiState, is_on: bool) -> None:
     control = state.loop.control
     await asyncio.wrap_future(control.hold_new() if is_on else control.resume())
@@ -239,6 +244,7 @@ CALLS: Calls = {
     "discard": _discard,
     "drop_update": _drop_update,
     "experts": _experts,
+    "finish_session": _finish_session,
     "flush": _flush,
     "follow": _follow,
     "drop_future": _drop_future,

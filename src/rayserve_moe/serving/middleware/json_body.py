@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from rayserve_moe.requests.retention import Retention
 from rayserve_moe.serving.api.schemas.known_fields import FIELDS, NOTHING, KnownFields
 from rayserve_moe.serving.api.schemas.openai import ChatBody
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.journalling import note_body
 from rayserve_moe.serving.middleware.admission import INLINE_BYTES, Admission
 from rayserve_moe.serving.middleware.ignored_fields import note_ignored
+from rayserve_moe.serving.retention_hints import record_retention, retention_in_body
 from rayserve_moe.serving.session_identity import named_in_body, record_name
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -66,10 +68,12 @@ async def _read(
             )
         check = partial(_checked, body, schema, parse)
         if len(body) > INLINE_BYTES:
-            checked, unknown, session = await admission.run(lambda _: check(), size=len(body), receive=request.receive)
+            read = await admission.run(lambda _: check(), size=len(body), receive=request.receive)
         else:
-            checked, unknown, session = check()
+            read = check()
+    checked, unknown, session, retention = read
     record_name(request.scope, session)
+    record_retention(request.scope, retention)
     note_ignored(request, unknown)
     note_body(request.scope, body, checked=checked)
     return checked
@@ -98,14 +102,14 @@ async def _bytes_of(request: Request, admission: Admission, held: ExitStack) -> 
 
 def _checked(
     body: bytes, schema: type[Schema], parse: Callable[[bytes], dict[str, Any]]
-) -> tuple[Schema, Sequence[str], str]:
-    """Return the validated body, the names of unknown fields, and the name of a session."""
+) -> tuple[Schema, Sequence[str], str, Retention]:
+    """Return the validated body, the names of unknown fields, the name of a session, and hints about its pages."""
     known, fields = FIELDS[schema], parse(body)
     taken, unknown = taken_fields(fields, known)
     if unknown and (meant := known.meant_by(unknown)):
         message = f"the body has an unknown field: the nearest known one is `{meant}`"
         raise ApiError(400, message, param=meant, code="unknown_field")
-    return validate(schema, taken), unknown, named_in_body(fields)
+    return validate(schema, taken), unknown, named_in_body(fields), retention_in_body(fields)
 
 
 def _parsed(body: bytes, *, admits_nothing: bool) -> dict[str, Any]:

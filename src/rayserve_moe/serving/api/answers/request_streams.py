@@ -29,6 +29,7 @@ from rayserve_moe.serving.api.schemas.field_types import MAX_CHOICES
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.journalling import HANDED_OVER, TAKEN_OVER, KeptRequest, asking_of, kept_request
+from rayserve_moe.serving.retention_hints import retention_of
 from rayserve_moe.serving.session_identity import session_key, session_name
 from rayserve_moe.text.request_limits import with_thinking_limit
 
@@ -152,8 +153,8 @@ async def open_streams(
 ) -> RequestStreams:
     """Submit every request, or none: if `GenerationStream` raises, the submitted ones are aborted.
 
-    `param_names` maps the engine's field names to the route's. `scope` is the HTTP request's, for its journal and its
-    session. Other tasks run between many choices.
+    `param_names` maps the engine's field names to the route's. `scope` is the HTTP request's, for its journal,
+    its session and hints about its pages. Other tasks run between many choices.
     """
     with_adapter = partial(keyed, state.loop.control)
     with refusals_named(param_names or {}):
@@ -162,9 +163,10 @@ async def open_streams(
             request if request.thinking_token_budget is None else with_thinking_limit(request, state.chat_output)
             for request in map(with_adapter, requests)
         ]
-    if scope is not None and (name := session_name(scope, first_headers=state.server.session_headers)):
+    if scope is not None:
+        name, retention = session_name(scope, first_headers=state.server.session_headers), retention_of(scope)
         requests = [
-            replace(request, session=session_key(name, scope=scope, cache_salt=request.cache_salt))
+            replace(request, session=session_key(name, scope=scope, cache_salt=request.cache_salt), retention=retention)
             for request in requests
         ]
     asking = None if scope is None else asking_of(scope)

@@ -1,4 +1,4 @@
-"""Routes `/tokenize` and `/detokenize`, whose answers have the names of both vLLM and SGLang."""
+"""Routes `/tokenize` and `/detokenize`, whose answers have the names of vLLM and SGLang, and of ends of sessions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from starlette.responses import Response
 from rayserve_moe.serving.api.answers.streaming import json_answer
 from rayserve_moe.serving.api.routes.chat_prompt import rendered_ids
 from rayserve_moe.serving.api.routes.request_parts import check_model, prompt_ids_of
-from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
+from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, SessionOptions, TokenizeBody
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control.fleet import Fleet
 from rayserve_moe.serving.errors import ApiError
-from rayserve_moe.serving.middleware.json_body import read_body
-from rayserve_moe.serving.openapi import answers, takes
+from rayserve_moe.serving.middleware.json_body import read_body, read_options
+from rayserve_moe.serving.openapi import takes
+from rayserve_moe.serving.session_identity import session_key
 
 _Value = TypeVar("_Value")
 _REFUSALS = (400, 404, 413, 429, 503)
@@ -66,9 +68,14 @@ def text_tokens_router(state: ApiState) -> APIRouter:
 
         return json_answer(await asyncio.get_running_loop().run_in_executor(state.encoding, texts))
 
-    @router.post("/finish_session", **answers(413))
-    async def finish_session() -> Response:
-        return json_answer({"success": True, "message": "sessions hold nothing here"})
+    async def finish_session(request: Request) -> Response:
+        body = await read_options(request, SessionOptions, admission=state.admission)
+        key = session_key(body.session_id, scope=request.scope, cache_salt=body.cache_salt)
+        await Fleet(state).every("finish_session", key)
+        return json_answer({"success": True, "message": "its cached pages leave first"})
+
+    for path in ("/finish_session", "/close_session"):
+        router.post(path, **takes(SessionOptions, 400, 413, 503))(finish_session)
 
     return router
 

@@ -23,7 +23,7 @@ from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody, St
 from rayserve_moe.serving.api.schemas.responses import ResponsesBody
 from rayserve_moe.serving.api.schemas.resume import ResumeBody
 from rayserve_moe.serving.api.schemas.scoring import EmbeddingBody, ScoreBody
-from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
+from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, SessionOptions, TokenizeBody
 from rayserve_moe.serving.api.schemas.tinker import (
     TinkerChunk,
     TinkerFutureBody,
@@ -51,6 +51,7 @@ _SCHEMAS: tuple[type[BaseModel], ...] = (
         AuditSample,
         TokenizeBody,
         DetokenizeBody,
+        SessionOptions,
         ResumeBody,
     ),
     *(AuditBody, AuditSample),

@@ -1,4 +1,4 @@
-"""Bodies of `/tokenize` and `/detokenize`, shared by vLLM and SGLang."""
+"""Bodies of `/tokenize`, `/detokenize` and `/finish_session`, shared by vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ class TokenizeBody(TemplateFields):
         if (self.prompt is None) == (self.messages is None):
             raise fault("give exactly one of `prompt` and `messages`")
         return self
+
+
+class SessionOptions(RequestBody):
+    """Options of `/finish_session` and `/close_session`: a session of the caller, under its cache salt."""
+
+    session_id: Annotated[str, Field(min_length=1, max_length=4096)]
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
 
 
 class DetokenizeBody(RequestBody):
