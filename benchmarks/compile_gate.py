@@ -37,11 +37,18 @@ MODELS: dict[str, tuple[str, ...]] = {
 devices. They exchange rows, whatever `auto` would do."""
 
 HEADS = Path(__file__).parent / "heads"
-DRAFTING: dict[str, tuple[str, ...]] = {
-    "qwen3-30b-a3b@v6e:2x4, EAGLE3": ("EAGLE3", "--speculative-draft-model-path", str(HEADS / "qwen3-30b-a3b-eagle3")),
-    "deepseek-v3@v5p:4x4x4, NEXTN": ("NEXTN",),
+VERIFIED = ("--return-routed-experts", "--programs", "decode_128,draft_16")
+"""Programs of a server with a draft model: a step that verifies seven drafts of each sequence, and drafts."""
+EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(HEADS / "qwen3-30b-a3b-eagle3"))
+FEATURES: dict[str, tuple[str, ...]] = {
+    "qwen3-30b-a3b@v6e:2x4, EAGLE3": (*EAGLE3, *VERIFIED),
+    "deepseek-v3@v5p:4x4x4, NEXTN": ("--speculative-algorithm", "NEXTN", *VERIFIED),
+    "qwen3-30b-a3b@v6e:2x4, adapters": (
+        *("--max-loras", "8", "--expert-backend", "all_to_all"),
+        *("--programs", f"{DECODE}_adapters,prefill_1024_adapters,put_adapter"),
+    ),
 }
-"""What is served with a draft model, with as many sequences: a step that verifies seven drafts of each, and drafts."""
+"""What else is served, with as many sequences."""
 
 JOBS = 2
 """Programs at a time where only few layers are compiled; the times of whole ones are not to be disturbed."""
@@ -55,10 +62,9 @@ def options_of(case: str) -> tuple[str, ...]:
     """The options of `compile-check` for a case."""
     if case in CONFIGS:
         return CONFIGS[case]
-    if case in DRAFTING:
+    if case in FEATURES:
         model, topology = case.partition(", ")[0].split("@")
-        drafting = ("--speculative-algorithm", *DRAFTING[case], "--programs", "decode_128,draft_16")
-        return ("--model", model, "--topology", topology, "--return-routed-experts", *drafting)
+        return ("--model", model, "--topology", topology, *FEATURES[case])
     model, slice_and_more = case.split("@")
     topology, _, redundant = slice_and_more.partition("+")
     moves = ("--redundant-experts", redundant) if redundant else ()
@@ -101,7 +107,7 @@ def main() -> int:
     """Check every case, writing the result file after each; then print its table. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", choices=[*CONFIGS, *MODELS, *DRAFTING], action="append", help="may be given more than once"
+        "--only", choices=[*CONFIGS, *MODELS, *FEATURES], action="append", help="may be given more than once"
     )
     parser.add_argument("--layers", type=int, default=0, help="only so many layers, and the configs alone")
     parser.add_argument("--jobs", type=int, default=JOBS, help="programs at a time, with few layers")
@@ -112,7 +118,7 @@ def main() -> int:
     known = json.loads(out.read_text(encoding="utf-8")) if out and out.exists() else {KEY: {}}
     limits = json.loads(LIMITS.read_text(encoding="utf-8"))
     status = 0
-    for case in arguments.only or (CONFIGS if arguments.layers else [*CONFIGS, *MODELS, *DRAFTING]):
+    for case in arguments.only or (CONFIGS if arguments.layers else [*CONFIGS, *MODELS, *FEATURES]):
         report = check(case, num_layers=arguments.layers, num_jobs=arguments.jobs)
         if report is None:
             print(case, "skipped: it serves on CPU hosts", flush=True)

@@ -1,4 +1,4 @@
-"""One run of a workload on the in-process engine: seconds, the step clock's part of them, and the ids that came out."""
+"""Runs of a workload on the in-process engine: seconds, the step clock's part of them, ids, and starts of steps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import io
 import time
 from contextlib import redirect_stderr
 
+import numpy as np
+
 from benchmarks.figures import PARTS
 from benchmarks.workloads import Workload
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.replay.encoding import extract_routed_experts_from_meta_info
+from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 CLOCK = ("steps", *(f"{part}_s" for part in PARTS))
 
@@ -68,3 +71,22 @@ def in_turn(names: list[str], turn: int) -> list[str]:
     """The same names with another one first each turn, so that none always follows the same neighbour at rest."""
     first = turn % len(names)
     return names[first:] + names[:first]
+
+
+class StepStarts:
+    """When each step of an engine began, by the clock of the caller."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.at: list[float] = []
+        self._execute = engine.runner.execute
+        engine.runner.execute = self._note  # ty: ignore[invalid-assignment]
+
+    def gaps(self, start: float, stop: float) -> list[float]:
+        """Seconds from each step that began between two times to the next one."""
+        within = [at for at in self.at if start <= at <= stop]
+        return np.diff(within).tolist()
+
+    def _note(self, plan: StepPlan) -> StepResult | None:
+        if plan.num_chunks:
+            self.at.append(time.perf_counter())
+        return self._execute(plan)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.adapter_pushes import adapter_pushes
 from benchmarks.adapters import adapters
 from benchmarks.balance_tables import expert_traffic, realised_balance, rebalance
 from benchmarks.calculator_table import calculator
@@ -353,6 +354,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "bfloat16_routing": bfloat16_routing,
     "narrow_experts": narrow_experts,
     "adapters": adapters,
+    "adapter_pushes": adapter_pushes,
     "house": house,
     "loading": loading,
     "schema_suite": schema_suite,

@@ -26,9 +26,10 @@ import uvicorn
 from safetensors.numpy import load_file
 
 from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, note, save
+from benchmarks.engine_runs import StepStarts
 from benchmarks.markdown import markdown_table
 from benchmarks.serve_process import HOST, free_port
-from benchmarks.weight_updates import BETWEEN_S, MAX_MODEL_LEN, QUIET_S, StepStarts, decoding
+from benchmarks.weight_updates import BETWEEN_S, MAX_MODEL_LEN, QUIET_S, decoding
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.inprocess.engine import Engine

@@ -20,37 +20,18 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, note, save
+from benchmarks.engine_runs import StepStarts
 from benchmarks.figures import Run
 from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
-from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 
 PLACES = {"devices": None, "host": 0}
 """Where new weights wait, and the spare memory of a device that this follows from; None: what it has."""
 
 PROMPT_TOKENS, MAX_MODEL_LEN, QUIET_S, BETWEEN_S = 8, 2048, 1.0, 0.2
-
-
-class StepStarts:
-    """When each step of an engine began, by the clock of the caller."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.at: list[float] = []
-        self._execute = engine.runner.execute
-        engine.runner.execute = self._note  # ty: ignore[invalid-assignment]
-
-    def gaps(self, start: float, stop: float) -> list[float]:
-        """Seconds from each step that began between two times to the next one."""
-        within = [at for at in self.at if start <= at <= stop]
-        return np.diff(within).tolist()
-
-    def _note(self, plan: StepPlan) -> StepResult | None:
-        if plan.num_chunks:
-            self.at.append(time.perf_counter())
-        return self._execute(plan)
 
 
 @contextmanager

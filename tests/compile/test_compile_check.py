@@ -81,6 +81,16 @@ def test_two_layers_decode_without_copies(model, topology, values):
 
 
 @pytest.mark.slow
+def test_steps_with_adapters_copy_no_weights():
+    case = case_of("qwen3-30b-a3b", "v6e:2x4", {"max_loras": 8, "expert_backend": "all_to_all"})
+    names = (f"{PREFILL}_adapters", f"{DECODE}_adapters", "put_adapter")
+    *steps, put = check(case, names=names).programs
+    for step in steps:
+        assert_sound(step)
+    assert put.error == "" and put.is_in_place and put.copies == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "glm-4.7-flash"])
 def test_sinks_and_latents_are_attended_where_they_lie(model):
     """Prompts and single tokens, by the kernel of our own; KV is as large as its rows, which are not padded."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,8 +16,14 @@ import pytest
 from rayserve_moe.checkpoints.adapters.directory import NO_ADAPTER
 from rayserve_moe.checkpoints.bucket import SentTensor, write_bucket
 from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.engine.updates.adapters import LOST_WHILE_LOADING
+from rayserve_moe.engine.updates.orders import WeightOutcome
 from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.replay.encoding import decode_rollout
+from rayserve_moe.serving.api.routes.unsupported import REASONS
 from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.control import membership
+from rayserve_moe.serving.control.membership import OffersOfOthers
 from rayserve_moe.serving.http import create_api
 from tests.http.conftest import assert_idle
 from tests.http.test_adapters import LOAD, NEXT, RECORDED, UNLOAD, UNLOADS, refusal
@@ -110,12 +119,10 @@ def test_requests_name_adapters_by_every_field_that_servers_have(http, paths):
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['who']} {each['path']}")
-def test_what_trainers_send_is_served(http, paths, recorded):
+def test_what_trainers_send_is_served_or_answered_501(http, paths, recorded):
     """Adapters of a trainer's window are kept; the least recently used ones beyond it are dropped."""
     routes = recorded["path"].split(" then ")
     bodies = recorded["body"] if isinstance(recorded["body"], list) else [recorded["body"]] * len(routes)
-    if "load_lora_adapter" not in routes[0] or "_from_" in routes[0]:
-        pytest.skip("answered 501 on every server")
     if "unload" in routes[0]:
         ask(http, LOAD, lora_name=UNLOADS[recorded["who"]], lora_path=paths[0])
     for version in range(6 if recorded["who"].startswith("AReaL") else 0):
@@ -123,10 +130,23 @@ def test_what_trainers_send_is_served(http, paths, recorded):
     for route, body in zip(routes, bodies, strict=True):
         body = body | ({"lora_path": paths[0]} if "lora_path" in body else {})
         answer = http.post(route, json=body)
-        assert answer.status_code in ((200, 404) if body["lora_name"] == "a-v1" else (200,)), answer.text
-    if "then" in recorded:
+        if route in REASONS:
+            check_error(answer, 501)
+        else:
+            assert answer.status_code in ((200, 404) if body["lora_name"] == "a-v1" else (200,)), answer.text
+    if routes[0] not in REASONS and "then" in recorded:
         named = {key: value for key, value in recorded["then"].items() if key != "path"}
         assert http.post(recorded["then"]["path"], json=NEXT[recorded["then"]["path"]] | named).status_code == 200
+
+
+def test_a_directory_of_weights_is_merged_if_it_is_an_adapter(http, paths):
+    base = ids_of(http)
+    assert ask(http, "/update_weights", weight_dir=paths[0])["success"]
+    merged = ids_of(http)
+    assert ask(http, LOAD, lora_name="x", lora_path=paths[1])["success"]
+    assert ids_of(http) == merged != base
+    ask(http, UNLOAD, lora_name="tiny", weight_version="0")
+    assert ids_of(http) == base
 
 
 def test_adapters_are_sent_merged_and_refused(http, made, paths):
@@ -156,6 +176,45 @@ def test_adapters_are_sent_merged_and_refused(http, made, paths):
     )
 
 
+def test_samplers_of_tinker_name_saved_weights_by_path(engines, made, paths, tmp_path):
+    """Each sampler keeps its own weights, on every replica, also once its adapter was dropped."""
+    saved = [f"tinker://run-1/sampler_weights/step-{step}" for step in (1, 2)]
+    for each, path in zip(made, saved, strict=True):
+        each.write(tmp_path / path.removeprefix("tinker://"))
+
+    def samples(name, sampler, seq_id):
+        chunks, sampling = [{"tokens": PROMPT}], {"max_tokens": 6, "temperature": 0.0, "stop": []}
+        order = {"prompt": {"chunks": chunks}, "sampling_params": sampling, "seq_id": seq_id}
+        order |= {"sampling_session_id": sampler}
+        request_id = ask(fleet[name], "/api/v1/asample", **order)["request_id"]
+        tokens = ask(fleet[name], "/api/v1/retrieve_future", request_id=request_id)["sequences"][0]["tokens"]
+        evidence = fleet[name].get(f"/api/v1/rollout_evidence/{request_id}:0")
+        return tokens, decode_rollout(evidence.content)[0]["meta_info"]["weight_version"]
+
+    with local_fleet(engines) as fleet:
+        for name in "ab":
+            object.__setattr__(fleet.calls.replicas[name], "weight_roots", (str(tmp_path), str(Path(paths[0]).parent)))
+        samplers = []
+        for number, path in enumerate(saved):
+            body = {"session_id": "s", "sampling_session_seq_id": number, "model_path": path}
+            samplers.append(ask(fleet["a"], "/api/v1/create_sampling_session", **body)["sampling_session_id"])
+        found = [samples("a", sampler, 0) for sampler in samplers]
+        ask(fleet["a"], LOAD, lora_name="x", lora_path=paths[0])
+        wanted = fleet["b"].post(GENERATE, json={**ASK, "lora_path": "x"}).json()["output_ids"]
+        assert found[0][0] == wanted != found[1][0]
+        assert [version.partition("+")[2].rpartition("@")[0] for _, version in found] == saved
+        shutil.rmtree(tmp_path / "run-1/sampler_weights/step-1")
+        assert [samples("b", sampler, 1) for sampler in samplers] == found, "loaded once"
+        for path in saved:
+            ask(fleet["b"], UNLOAD, lora_name=path)
+        assert samples("b", samplers[1], 2) == found[1], "loaded again"
+        body = {"session_id": "s", "sampling_session_seq_id": 2, "base_model": "x"}
+        refused = check_error(fleet["a"].post("/api/v1/create_sampling_session", json=body), 404)
+        assert "name it by `model_path`" in refused["message"]
+        order = {"prompt": {"chunks": [{"tokens": PROMPT}]}, "seq_id": 3, "sampling_session_id": samplers[0]}
+        assert "no such weights" in check_error(fleet["b"].post("/api/v1/asample", json=order), 404)["message"]
+
+
 def large(made, paths):
     """Write an adapter of a rank above the server's."""
     tensors = {name: np.repeat(value, 2, axis=0 if "lora_A" in name else 1) for name, value in made.tensors.items()}
@@ -180,6 +239,79 @@ def test_every_replica_has_an_adapter_or_refuses_its_requests(engines, paths):
         assert fleet["b"].post(UNLOAD, json={"lora_name": "x"}).status_code == 200
         for name in "ab":
             check_error(fleet[name].post(GENERATE, json={**ASK, "lora_path": "x"}), 404)
+
+
+def answers_alike(fleet, names):
+    """Both replicas answer by each adapter with the same ids and version; return their versions."""
+    versions = []
+    for name in names:
+        first, second = (fleet[each].post(GENERATE, json={**ASK, "lora_path": name}).json() for each in "ab")
+        assert first["output_ids"] == second["output_ids"]
+        versions.append(first["meta_info"]["weight_version"])
+        assert second["meta_info"]["weight_version"] == versions[-1]
+    return versions
+
+
+def test_a_replica_that_starts_holds_the_adapters_of_the_others_before_it_serves(engines, paths, monkeypatch):
+    loads = engines["b"].loop.control.adapters
+    with local_fleet(engines) as fleet:
+        offers = OffersOfOthers(fleet.calls)
+        fleet.calls.listed = {"a": "RUNNING", "b": "STARTING"}
+        for name, path in (("x", paths[0]), ("x", paths[1]), ("y", paths[0])):
+            assert engines["a"].load_lora_adapter(path, lora_name=name).success
+        fleet.calls.silent, ask_once = {"a", "b"}, fleet.calls.ask
+
+        async def late(*arguments, **fields):
+            answered = await ask_once(*arguments, **fields)
+            fleet.calls.silent.discard("a")
+            return answered
+
+        with monkeypatch.context() as slow:
+            slow.setattr(membership, "RETRY_S", 0.0)
+            slow.setattr(fleet.calls, "ask", late)
+            offers.take_adapters(loads)
+        assert fleet.calls.asked == ["offered_adapters"] * 2, "a silent replica is asked again"
+        assert len(set(answers_alike(fleet, "xy"))) == 2
+        fleet.calls.asked.clear()
+        with monkeypatch.context() as other_settings:
+            other_settings.setattr(engines["a"].loop.control, "adapters", None)
+            offers.take_adapters(loads)
+        fleet.calls.listed = {}
+        offers.take_adapters(loads)
+        assert fleet.calls.asked == ["offered_adapters"] * 2, "nothing to wait for"
+
+
+def test_a_replica_does_not_serve_without_an_adapter_of_the_others(engines, paths):
+    outcomes = [LOST_WHILE_LOADING, "refused"]
+
+    class Loads:
+        def load(self, *_, **__):
+            done = Future()
+            done.set_result(WeightOutcome(False, outcomes.pop(0), "0"))
+            return done
+
+    with local_fleet(engines) as fleet:
+        fleet.calls.listed = {"a": "RUNNING", "b": "STARTING"}
+        assert engines["a"].load_lora_adapter(paths[0], lora_name="x").success
+        with pytest.raises(RuntimeError, match="the adapter x of other replicas is not loaded: refused"):
+            OffersOfOthers(fleet.calls).take_adapters(Loads())
+    assert not outcomes, "the loss of a host is no refusal"
+
+
+def test_a_replica_that_joins_while_the_only_other_one_loads_has_the_adapter_too(engines, paths, monkeypatch):
+    with local_fleet(engines) as fleet:
+        alone, loads = fleet.member("a"), engines["a"].loop.control.adapters
+        both, load = alone.view, loads.load
+        alone.view = replace(both, members=frozenset("a"))
+
+        def load_and_join(*args, **fields):
+            loaded = load(*args, **fields)
+            alone.view = both
+            return loaded
+
+        monkeypatch.setattr(loads, "load", load_and_join)
+        assert fleet["a"].post(LOAD, json={"lora_name": "x", "lora_path": paths[0]}).json()["success"]
+        answers_alike(fleet, "x")
 
 
 def test_a_request_resumes_elsewhere_with_the_bytes_that_it_began_with(engines, paths):

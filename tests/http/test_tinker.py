@@ -10,12 +10,17 @@ import httpx
 import numpy as np
 import pytest
 
+from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.replay.encoding import decode_rollout
 from rayserve_moe.serving.api.answers.tinker_orders import PROTOBUF
+from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.future_store import FutureStore
+from rayserve_moe.serving.http import create_api
 from tests.http.conftest import POISONED_TOKEN_ID, assert_idle, served
+from tests.support.checkpoints.adapters import make_adapter
 from tests.support.engine.step_gate import unhurried
+from tests.support.serving.http_server import running
 from tests.support.serving.local_fleet import local_fleet
 
 PROMPT = [10, 11, 12, 13]
@@ -106,8 +111,9 @@ def test_a_session_of_the_client_from_first_to_last(client, engine):
         assert client.post(path, json={"session_id": session}).status_code == 200
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.post("/create_sampling_session", json=asked | {"base_model": "other"}).status_code == 404
-    path = {"model_path": "tinker://run/sampler_weights/1", "session_id": session}
-    assert "keeps no saved weights" in client.post("/create_sampling_session", json=path).text
+    assert client.get(f"/samplers/{sampler}").json()["model_path"] is None
+    for unknown in (f"{sampler}:x", f"{sampler}:Li4vZXRj"):  # no base64; base64 of ../etc
+        assert client.get(f"/samplers/{unknown}").status_code == 404
 
 
 def test_samples_are_those_of_the_native_route_in_protobuf_and_json(client, engine):
@@ -223,6 +229,71 @@ def test_a_full_server_asks_for_the_same_order_again(client, engine, monkeypatch
         answer = client.post("/asample", json={**ORDER, "seq_id": 50})
         assert answer.status_code == 429 and answer.headers["Retry-After"] == "1"
     assert retrieved(client, ordered(client, 50)).status_code == 200
+
+
+@pytest.fixture
+def first_weights(engine, checkpoint):
+    """Serve the configured checkpoint before a test and after it."""
+    assert engine.update_weights_from_disk(checkpoint, weight_version="0").success
+    yield
+    assert engine.update_weights_from_disk(checkpoint, weight_version="0").success
+
+
+SAVED = "tinker://run-1/sampler_weights/step-1"
+
+
+def created(client: httpx.Client, path: str) -> httpx.Response:
+    body = {"session_id": SESSION, "sampling_session_seq_id": 1, "model_path": path, "type": "create_sampling_session"}
+    return client.post("/create_sampling_session", json=body)
+
+
+def sampled(client: httpx.Client, sampler: str, seq_id: int) -> list[int]:
+    greedy = {"max_tokens": 6, "temperature": 0.0, "stop": []}
+    request_id = ordered(client, seq_id, num_samples=1, sampling_params=greedy, sampling_session_id=sampler)
+    return retrieved(client, request_id).json()["sequences"][0]["tokens"]
+
+
+@pytest.mark.usefixtures("first_weights")
+def test_saved_weights_are_merged_where_no_adapter_lies_beside_the_weights(engine, checkpoint, tmp_path):
+    made = make_adapter(checkpoint, "shared_outer")
+    made.write(tmp_path / SAVED.removeprefix("tinker://"))
+    made.write(tmp_path / "run-1/other")
+    state = ApiState(engine.loop, engine.tokenizer, ServerSettings(), weight_roots=(str(tmp_path),))
+    with running(create_api(state)) as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as client:
+        base = sampled(client, f"{SESSION}:sample:9", 0)
+        sampler = created(client, SAVED).json()["sampling_session_id"]
+        assert engine.loop.control.adapter == SAVED
+        assert client.get(f"/samplers/{sampler}").json()["model_path"] == SAVED
+        found = sampled(client, sampler, 0)
+        assert found != base
+        assert created(client, "tinker://run-1/other").status_code == 200
+        refused = client.post("/asample", json={**ORDER, "seq_id": 1, "sampling_session_id": sampler})
+        assert refused.status_code == 404 and "other weights serve now" in refused.text
+        assert sampled(client, created(client, SAVED).json()["sampling_session_id"], 2) == found
+
+
+@pytest.mark.usefixtures("first_weights")
+def test_saved_weights_that_cannot_be_served_are_answered_as_the_client_expects(engine, checkpoint, tmp_path):
+    """404 for absent ones, 400 for a wrong path and for an adapter that is refused; nothing changes."""
+    wrong = make_adapter(checkpoint, "fused")
+    wrong.config["use_dora"] = True
+    wrong.write(tmp_path / "root/run/dora")
+    make_adapter(checkpoint, "fused").write(tmp_path / "outside")
+    (tmp_path / "root/run/link").symlink_to(tmp_path / "outside")
+    state = ApiState(engine.loop, engine.tokenizer, ServerSettings(), weight_roots=(str(tmp_path / "root"),))
+    with running(create_api(state)) as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as client:
+        cases = [
+            ("tinker://run-1/sampler_weights/absent", 404, "no such weights"),
+            ("tinker://run/link", 404, "no such weights"),
+            ("tinker://run/dora", 400, "use_dora: DoRA"),
+            *((path, 400, "model_path") for path in ("tinker://run", "/root/run", "tinker://run/../../outside")),
+            ("tinker://" + "a/" * 64 + "a", 400, "model_path"),
+        ]
+        for path, status, message in cases:
+            answer = created(client, path)
+            assert answer.status_code == status and message in answer.text, (path, answer.text)
+            assert str(tmp_path) not in answer.text
+    assert engine.loop.control.adapter == ""
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -118,6 +119,48 @@ def test_a_reload_in_place_serves_no_stale_page_and_leaves_running_requests_alon
     assert engine.load_lora_adapter(made[3].write(tmp_path / "other name"), lora_name="other").success
     assert_alike(outputs(second), outputs(ask(engine, prompt, "other", num_new=4)))
     assert outputs(first)[1] != outputs(second)[1]
+
+
+def test_answers_under_pushes_are_those_of_the_bytes_that_they_name(
+    engine: Engine, made: list[MadeAdapter], tmp_path: Path, assert_alike: Callable[[Any, Any], None]
+):
+    """Each stream asks one request after another while four adapters are pushed in turn under one name."""
+    for name in ("a1", "a2"):
+        assert engine.unload_lora_adapter(name).success
+    paths = [adapter.write(tmp_path / f"push {number}") for number, adapter in enumerate(made)]
+
+    def push(number: int) -> None:
+        assert engine.load_lora_adapter(paths[number % len(paths)], lora_name="a0").success
+
+    wanted = {}
+    for number in range(len(paths)):
+        push(number)
+        for place, prompt in enumerate(PROMPTS):
+            answer = ask(engine, prompt, "a0")
+            wanted[answer["meta_info"]["weight_version"], place] = outputs(answer)
+    assert len(wanted) == len(paths) * len(PROMPTS)
+    stop, num_pushes = threading.Event(), 60
+
+    def answers(place: int) -> list[dict[str, Any]]:
+        found = []
+        while not stop.is_set():
+            found.append(ask(engine, PROMPTS[place], "a0"))
+        return found
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        asked = [pool.submit(answers, place) for place in range(len(PROMPTS))]
+        try:
+            for number in range(num_pushes):
+                push(number)
+        finally:
+            stop.set()
+    for place, found in enumerate(asked):
+        for answer in found.result():
+            ((version,),) = [{span["version"] for span in answer["meta_info"]["weight_versions"]}]
+            assert_alike(outputs(answer), wanted[version, place])
+    push(num_pushes)
+    table, hosts = engine.loop.control.adapters.table, engine.runner.adapters
+    assert list(table.loaded) == list(hosts._held) == [table.current["a0"]], "old bytes leave host memory"
 
 
 def test_a_preempted_request_continues_with_its_adapter(engine: Engine, assert_alike: Callable[[Any, Any], None]):

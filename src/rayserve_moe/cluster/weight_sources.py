@@ -158,7 +158,7 @@ class GroupAdapters:
     def add(self, key: str, adapter: SentAdapter) -> None:
         self._held[key] = adapter  # hosts that replace others meanwhile receive it too
         try:
-            self._tensors.check(self._tensors.ask(ADD_ADAPTER, key, ray.put(adapter.body)))
+            self._send(key, adapter)
         except (WeightsRefusedError, ExecutorFailure):
             self._held.pop(key, None)
             raise
@@ -172,7 +172,12 @@ class GroupAdapters:
     def add_again(self) -> None:
         """Give new hosts the adapters that the former hosts held. Raises ExecutorFailure if a host is lost."""
         for key, adapter in list(self._held.items()):
-            self.add(key, adapter)
+            self._send(key, adapter)  # after a failure the hosts after these receive it
+
+    def _send(self, key: str, adapter: SentAdapter) -> None:
+        body = ray.put(adapter.body)
+        reach("sending adapter", self)
+        self._tensors.check(self._tensors.ask(ADD_ADAPTER, key, body))
 
 
 POLL_S = 0.005

@@ -117,6 +117,11 @@ class AdapterTable(StepExtension):
             self._forget(key)
         return idle
 
+    def named(self) -> list[LoadedAdapter]:
+        """Return the adapters that requests may name, least recently used first. Any thread may call it."""
+        found = [(self._used_at.get(key, 0), self.loaded.get(key)) for key in [*self.current.values()]]
+        return [adapter for _, adapter in sorted(found, key=lambda each: each[0]) if adapter is not None]
+
     def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
         """Give every chunk the place of its adapter, and make missing adapters resident before the step."""
         plan = schedule.plan

@@ -97,7 +97,7 @@ FIELD_DOCS = {
     "mode": "What happens to running requests.",
     "model": "Name of the served model, or of a loaded adapter; any other is answered 404.",
     "model_path": "Directory of the checkpoint, visible to the server's hosts.",
-    "TinkerSamplingSessionBody.model_path": "Saved weights; refused, because the server keeps none.",
+    "TinkerSamplingSessionBody.model_path": "Saved weights: a loaded adapter, or one below `weight_roots`.",
     "n": "Number of answers per prompt.",
     "new_version": "New name of the version of the weights.",
     "no_stop_trim": "Keep the stop string in the text.",

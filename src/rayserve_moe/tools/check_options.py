@@ -26,6 +26,9 @@ SETTING_OF_OPTION = {
     "return_routed_experts": "enable_return_routed_experts",
     "speculative_algorithm": "speculative_algorithm",
     "speculative_draft_model_path": "speculative_draft_model_path",
+    "max_loras": "max_loras",
+    "max_lora_rank": "max_lora_rank",
+    "adapters_per_step": "adapters_per_step",
 }
 """Options that set settings, with the settings' keys."""
 
@@ -58,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument("--return-routed-experts", action="store_true", default=None, help="capture routing in steps")
     shapes.add_argument("--speculative-algorithm", help="see the setting: verify steps and drafts")
     shapes.add_argument("--speculative-draft-model-path", help="a directory with the config.json of a head")
+    shapes.add_argument("--max-loras", type=int, help="resident LoRA adapters: also the steps with adapters")
+    shapes.add_argument("--max-lora-rank", type=int, help="see the setting max_lora_rank")
+    shapes.add_argument("--adapters-per-step", type=int, help="see the setting adapters_per_step")
     report = parser.add_argument_group("report")
     report.add_argument("--limits", help="a JSON file with maximum values of report fields, by case and program")
     report.add_argument("--estimate", action="store_true", help="estimate the time of each step from its schedules")

@@ -39,7 +39,7 @@ COMPILER_ENVIRONMENT = {
 }
 """Environment of the TPU compiler on a host without TPUs: no lock file, no metadata server, no log."""
 
-REPORTED_SECTIONS = ("model", "scheduler", "cache", "replay", "parallel", "experts", "balancing")
+REPORTED_SECTIONS = ("model", "scheduler", "cache", "replay", "parallel", "experts", "balancing", "adapters")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -75,15 +75,16 @@ class AdapterLoads:
         try:
             if key not in self.table.loaded:
                 self.executor.adapters.add(key, adapter)
-            dropped = self.commands.call(partial(self._record, key, loaded)).result()
-            self.executor.adapters.drop([key] if isinstance(dropped, str) else dropped)
         except WeightsRefusedError as refusal:
             return WeightOutcome(False, str(refusal), self.version())
         except ExecutorFailure as failure:
             self.commands.call(partial(self.record_loss, failure, generation=generation)).result()
             return WeightOutcome(False, LOST_WHILE_LOADING, self.version())
+        dropped = self.commands.call(partial(self._record, key, loaded)).result()
         if isinstance(dropped, str):
+            self._drop([key], generation=generation)
             return WeightOutcome(False, dropped, self.version())
+        self._drop(dropped, generation=generation)
         return WeightOutcome(True, f"{key} serves", self.version())
 
     def _record(self, key: str, loaded: LoadedAdapter) -> list[str] | str:
@@ -98,12 +99,16 @@ class AdapterLoads:
         if name not in self.table.current:
             return WeightOutcome(False, unload_fault("", name), self.version())
         generation = self.generation()
-        try:
-            self.executor.adapters.drop(self.commands.call(partial(self._forget, name)).result())
-        except ExecutorFailure as failure:
-            self.commands.call(partial(self.record_loss, failure, generation=generation)).result()
+        self._drop(self.commands.call(partial(self._forget, name)).result(), generation=generation)
         return WeightOutcome(True, "the adapter is unloaded", self.version())
 
     def _forget(self, name: str) -> list[str]:
         with self.commands.lock:
             return self.table.unload(name)
+
+    def _drop(self, keys: Sequence[str], *, generation: int) -> None:
+        """Drop adapters from the hosts. If one is lost meanwhile, its replacement does not receive them."""
+        try:
+            self.executor.adapters.drop(keys)
+        except ExecutorFailure as failure:
+            self.commands.call(partial(self.record_loss, failure, generation=generation)).result()

@@ -72,13 +72,18 @@ def holds_beside(state: ApiState) -> bool:
     return state.loop.control.adapters is not None
 
 
+def is_loaded(state: ApiState, name: str) -> bool:
+    """Return True if requests may name an adapter, beside the weights or merged."""
+    return name in _beside(state) or (bool(name) and state.loop.control.adapter == name)
+
+
 def _beside(state: ApiState) -> dict[str, str]:
     """Return the directories of the adapters beside the weights, by name."""
     loads = state.loop.control.adapters
     if loads is None:
         return {}
-    loaded = {each.name: each.path for each in [*loads.table.loaded.values()]}
-    return {name: loaded.get(name, "") for name in [*loads.table.current]}
+    paths = {each.name: each.path for each in loads.table.named()}
+    return {name: paths[name] for name in [*loads.table.current] if name in paths}
 
 
 async def _load_directory(fleet: Fleet, path: str, *, name: str) -> WeightOutcome:

@@ -126,7 +126,10 @@ class Fleet:
         assert self._control.adapters is not None, "this server holds adapters"
         membership = self.state.membership
         if membership is None or membership.member.is_single_replica:
-            return await asyncio.wrap_future(self._control.adapters.load(adapter, name, path=path))
+            outcome = await asyncio.wrap_future(self._control.adapters.load(adapter, name, path=path))
+            if membership is None or membership.member.is_single_replica or not outcome.success:
+                return outcome
+            # A replica that has joined meanwhile may have taken the adapters before this one was among them.
         passed_on = await asyncio.to_thread(membership.calls.put, sent)
         return await self._outcome("load_adapter", name, path, passed_on)
 

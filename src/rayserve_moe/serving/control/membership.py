@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rayserve_moe.checkpoints.bucket import SentAdapter, read_bucket
 from rayserve_moe.cluster.replica_engine import FirstWeights
-from rayserve_moe.engine.updates.adapters import AdapterLoads
+from rayserve_moe.engine.updates.adapters import LOST_WHILE_LOADING, AdapterLoads
 from rayserve_moe.engine.updates.orders import WeightOutcome
-from rayserve_moe.fleet.broadcast import FleetCalls
+from rayserve_moe.fleet.broadcast import Answers, FleetCalls
 from rayserve_moe.fleet.member import FleetMember
 from rayserve_moe.fleet.remote_state import RemoteState
 
@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 OFFER_S = 10.0
 """Timeout for a replica to answer with its offer."""
+RETRY_S = 1.0
+NO_ADAPTERS = "adapters_unsupported"
+"""Error code of a replica that holds no adapters beside its weights."""
 
 
 @dataclass
@@ -47,20 +50,36 @@ class OffersOfOthers:
 
     def __call__(self, order_id: str) -> FirstWeights | None:
         """Return the first offer, or None if no replica offers the weights now."""
-        return next((offer for offer in self._ask("offered_weights", order_id) if offer is not None), None)
+        return next((offer for offer in self._ask("offered_weights", order_id).values if offer is not None), None)
 
     def take_adapters(self, loads: AdapterLoads) -> None:
-        """Load the adapters that another replica holds beside its weights, the least recently used first."""
-        for name, path, sent in next((offer for offer in self._ask("offered_adapters") if offer), ()):
+        """Load the adapters that another replica holds beside its weights, the least recently used first.
+
+        Waits until a running replica offers its adapters, or none runs.
+
+        Raises: RuntimeError if one cannot be loaded: this replica would reject its requests.
+        """
+        while not (offers := (asked := self._ask("offered_adapters")).values) and not _has_no_adapters(asked):
+            log.warning("no replica has offered its adapters yet: asking again")
+            time.sleep(RETRY_S)
+        for name, path, sent in next(filter(None, offers), ()):
             adapter = read_bucket(self._calls.get(sent))
             assert isinstance(adapter, SentAdapter), "replicas offer adapters"
-            if not (outcome := loads.load(adapter, name, path=path).result()).success:
-                log.warning("the adapter %s of other replicas is not loaded: %s", name, outcome.message)
+            while (outcome := loads.load(adapter, name, path=path).result()).message == LOST_WHILE_LOADING:
+                log.warning("%s: loading %s again", outcome.message, name)
+            if not outcome.success:
+                raise RuntimeError(f"the adapter {name} of other replicas is not loaded: {outcome.message}")
 
-    def _ask(self, call: str, *arguments: str) -> list[Any]:
+    def _ask(self, call: str, *arguments: str) -> Answers:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # Serve binds the handle to this loop for all later calls, so the loop keeps running.
             threading.Thread(target=self._loop.run_forever, name="offers", daemon=True).start()
         asked = self._calls.ask(call, *arguments, timeout_s=OFFER_S, members=tuple)
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result().values
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+
+
+def _has_no_adapters(asked: Answers) -> bool:
+    """Return True if no running replica can offer adapters: none runs, or those that run have other settings."""
+    refusals = [answer.refusal for answer in asked.by_replica.values() if answer.refusal is not None]
+    return not asked.missing and all(refusal.code == NO_ADAPTERS for refusal in refusals)

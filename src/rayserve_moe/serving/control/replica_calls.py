@@ -20,7 +20,7 @@ from rayserve_moe.fleet.wanted_state import Wanted
 from rayserve_moe.requests.records import WeightsRefusedError
 from rayserve_moe.serving.api.answers.tinker_orders import Held, held_evidence, held_future
 from rayserve_moe.serving.api_state import ApiState
-from rayserve_moe.serving.control.membership import Membership
+from rayserve_moe.serving.control.membership import NO_ADAPTERS, Membership
 from rayserve_moe.serving.errors import ApiError, as_api_error
 from rayserve_moe.serving.metrics import metrics_of
 from rayserve_moe.serving.response_store import StoredResponse
@@ -182,9 +182,8 @@ async def _unload_adapter(state: ApiState, name: str) -> WeightOutcome:
 
 
 async def _offered_adapters(state: ApiState) -> list[tuple[str, str, list[Any]]]:
-    """Return the adapters beside the weights, for replicas that start: names, paths and references to their bodies."""
-    table, calls = _loads(state).table, _membership(state).calls
-    held = [table.loaded[key] for key in [*table.loaded] if key in table.current.values()]
+    """Return the adapters beside the weights, least recently used first: names, paths and references to bodies."""
+    held, calls = _loads(state).table.named(), _membership(state).calls
     bodies = [await asyncio.to_thread(calls.put, bytearray(each.body)) for each in held]
     return [(each.name, each.path, body) for each, body in zip(held, bodies, strict=True)]
 
@@ -192,7 +191,7 @@ async def _offered_adapters(state: ApiState) -> list[tuple[str, str, list[Any]]]
 def _loads(state: ApiState) -> AdapterLoads:
     loads = state.loop.control.adapters
     if loads is None:
-        raise ApiError(400, "this replica holds no adapters: start it with max_loras", code="adapters_unsupported")
+        raise ApiError(400, "this replica holds no adapters: start it with max_loras", code=NO_ADAPTERS)
     return loads
 
 

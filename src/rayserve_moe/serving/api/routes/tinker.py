@@ -7,7 +7,6 @@ anew once no replica knows it. Rows of a sample are at a route of their own, whi
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,15 +22,18 @@ from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.serving.api.answers.request_streams import open_streams, refusals_named
 from rayserve_moe.serving.api.answers.streaming import json_answer
 from rayserve_moe.serving.api.answers.tinker_orders import PROTOBUF, Held, Sampled
-from rayserve_moe.serving.api.routes.request_parts import check_model, prompt_ids_of
+from rayserve_moe.serving.api.routes.request_parts import adapter_for, prompt_ids_of
 from rayserve_moe.serving.api.schemas.tinker import (
     TinkerFutureBody,
     TinkerSampleBody,
     TinkerSamplingSessionBody,
     TinkerSessionBody,
+    sampler_name,
+    saved_path_in,
 )
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.fleet import Fleet
+from rayserve_moe.serving.control.saved_weights import SavedWeights
 from rayserve_moe.serving.errors import ApiError
 from rayserve_moe.serving.middleware.ignored_fields import ignored_in
 from rayserve_moe.serving.middleware.json_body import read_body
@@ -53,9 +55,9 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 def tinker_router(state: ApiState) -> APIRouter:
     """Return the routes over an engine."""
-    router = APIRouter(prefix=PREFIX)
-    for routes in (_client_routes, _session_routes, _order_routes):
-        router.include_router(routes(state))
+    router, saved = APIRouter(prefix=PREFIX), SavedWeights(state)
+    for routes in (_client_routes(state), _session_routes(state, saved), _order_routes(state, saved)):
+        router.include_router(routes)
     return router
 
 
@@ -88,7 +90,7 @@ def _client_routes(state: ApiState) -> APIRouter:
     return router
 
 
-def _session_routes(state: ApiState) -> APIRouter:
+def _session_routes(state: ApiState, saved: SavedWeights) -> APIRouter:
     """Return the routes of names: nothing is kept of a session or a sampler."""
     router = APIRouter()
 
@@ -105,24 +107,25 @@ def _session_routes(state: ApiState) -> APIRouter:
     async def finish() -> Response:
         return json_answer({})
 
-    @router.post("/create_sampling_session", **takes(TinkerSamplingSessionBody, 400, 404, 413))
+    @router.post("/create_sampling_session", **takes(TinkerSamplingSessionBody, 400, 404, 409, 413, 503))
     async def create_sampling_session(request: Request) -> Response:
         body = await _read(state, request, TinkerSamplingSessionBody)
+        if adapter_for(state, body.base_model) not in ("", state.card.name, state.loop.control.adapter):
+            raise ApiError(404, "`base_model` is an adapter: name it by `model_path`", param="base_model")
         if body.model_path is not None:
-            raise ApiError(404, "this server keeps no saved weights: give `base_model`", param="model_path")
-        check_model(state, body.base_model)
-        sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        return json_answer({"type": "create_sampling_session", "sampling_session_id": sampler})
+            await saved.load(body.model_path)
+        return json_answer({"type": "create_sampling_session", "sampling_session_id": sampler_name(body)})
 
-    @router.get("/samplers/{sampler_id}", **answers(), openapi_extra=named_in_path("sampler_id"))
+    @router.get("/samplers/{sampler_id}", **answers(404), openapi_extra=named_in_path("sampler_id"))
     async def sampler(request: Request) -> Response:
-        found = {"base_model": state.card.name, "model_path": None}
-        return json_answer({"sampler_id": request.path_params["sampler_id"], **found})
+        sampler_id = request.path_params["sampler_id"]
+        found = {"base_model": state.card.name, "model_path": _saved_path(sampler_id)}
+        return json_answer({"sampler_id": sampler_id, **found})
 
     return router
 
 
-def _order_routes(state: ApiState) -> APIRouter:
+def _order_routes(state: ApiState, saved: SavedWeights) -> APIRouter:
     """Return the routes of samples."""
     router = APIRouter()
 
@@ -133,7 +136,9 @@ def _order_routes(state: ApiState) -> APIRouter:
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
         if not any((await Fleet(state).call("knows_future", request_id)).values_by_replica.values()):
             state.loop.capacity.check()
-            await _order(state, request, body, request_id)
+            if (path := _saved_path(body.sampling_session_id)) is not None:
+                await saved.keep(path)
+            await _order(state, request, body, request_id=request_id, adapter=path or "")
         sequences = [f"{request_id}:{number}" for number in range(body.num_samples)]
         return json_answer({"request_id": request_id, "sample_sequence_ids": sequences})
 
@@ -181,7 +186,17 @@ async def _read(state: ApiState, request: Request, schema: type[_Body]) -> _Body
     return body
 
 
-async def _order(state: ApiState, http_request: Request, body: TinkerSampleBody, request_id: str) -> None:
+def _saved_path(sampler: str) -> str | None:
+    """Return the path of a sampler's saved weights, if any. Raises ApiError 404 for the id of no sampler."""
+    try:
+        return saved_path_in(sampler)
+    except ValueError as error:
+        raise ApiError(404, "no such sampler", param="sampling_session_id", code="unknown_sampler") from error
+
+
+async def _order(
+    state: ApiState, http_request: Request, body: TinkerSampleBody, *, request_id: str, adapter: str
+) -> None:
     """Submit the request, and keep its outcome under its id. Raises ApiError if it cannot be served."""
     if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
         raise ApiError(
@@ -190,7 +205,7 @@ async def _order(state: ApiState, http_request: Request, body: TinkerSampleBody,
     joined = [token for chunk in body.prompt.chunks for token in chunk.tokens]
     (prompt_ids,) = await prompt_ids_of(state, [joined], param="prompt.chunks", request=http_request)
     with refusals_named(_PARAM_NAMES):
-        given = _given(body, num_left=max(1, state.card.max_model_len - len(prompt_ids)))
+        given = _given(body, num_left=max(1, state.card.max_model_len - len(prompt_ids))) | {"lora_path": adapter}
         asked = build_request(prompt_ids, given, dialect=SGLANG, card=state.card, request_id=request_id)
     streams = await open_streams(state, [asked], param_names=_PARAM_NAMES, scope=http_request.scope)
 
@@ -204,7 +219,7 @@ async def _order(state: ApiState, http_request: Request, body: TinkerSampleBody,
     state.futures.start(request_id, sampled(), size_of=lambda outcome: outcome.num_bytes)
 
 
-def _given(body: TinkerSampleBody, *, num_left: int) -> Mapping[str, Any]:
+def _given(body: TinkerSampleBody, *, num_left: int) -> dict[str, Any]:
     """Return the request's fields in SGLang's names."""
     sampling, num_top = body.sampling_params, max(body.topk_prompt_logprobs, body.topk_sample_logprobs)
     stop = sampling.stop or []

@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 
 from rayserve_moe.requests.fields import INT32_MAX, MAX_TOP_LOGPROBS, is_token_id
 from rayserve_moe.serving.api.schemas.field_types import MAX_CHOICES, MAX_RID, RequestBody, fault
 from rayserve_moe.serving.api.schemas.prompt_types import TokenIds
 
+SAVED, MAX_SAVED = "tinker://", 128
+"""Prefix and maximum characters of a path of saved weights."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 1024
 _Id = Annotated[str, Field(min_length=1, max_length=MAX_RID)]
 _Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+_SavedPath = Annotated[str, Field(max_length=MAX_SAVED, pattern=rf"^{SAVED}\w[\w.:-]*(/\w[\w.:-]*)+$")]
 _NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -80,12 +84,32 @@ class TinkerFutureBody(RequestBody):
 
 
 class TinkerSamplingSessionBody(RequestBody):
-    """Choice of the model to sample: the served one, by its name."""
+    """Choice of the model to sample: the served one by its name, or saved weights by their path."""
 
     session_id: _Id
     sampling_session_seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
     base_model: str | None = None
-    model_path: str | None = None
+    model_path: _SavedPath | None = None
+
+
+_SAVED_PATH = TypeAdapter(_SavedPath)
+
+
+def sampler_name(body: TinkerSamplingSessionBody) -> str:
+    """Return the id of a sampler. It names the saved weights, so that no server has to remember them."""
+    path = urlsafe_b64encode((body.model_path or "").encode()).decode().rstrip("=")
+    return f"{body.session_id}:sample:{body.sampling_session_seq_id}" + (f":{path}" if path else "")
+
+
+def saved_path_in(sampler: str) -> str | None:
+    """Return the path of saved weights in the id of a sampler; None for a sampler of the served model.
+
+    Raises: ValueError if no sampler has this id.
+    """
+    encoded = sampler.rpartition(":sample:")[2].partition(":")[2]
+    if not encoded:
+        return None
+    return _SAVED_PATH.validate_python(urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode())
 
 
 class TinkerSessionBody(RequestBody):
