@@ -122,7 +122,7 @@ def agent_sessions(measured: Mapping[str, Any]) -> str:
 
 def session_hints(measured: Mapping[str, Any]) -> str:
     """Render hints about sessions by number of sessions."""
-    heading = ("sessions", "live / pool", "hints", "session, s", "TTFT p50, s", "TTFT p99", "tokens/s", "cached")
+    heading = ("sessions", "live / pool", "hints", "session, s", "TTFT p50, s", "TTFT p99", "cached")
     rows = [
         (
             f"{row['sessions']:,}",
@@ -131,15 +131,13 @@ def session_hints(measured: Mapping[str, Any]) -> str:
             f"{row['session_mean_s']:.1f}",
             f"{row['ttft_p50_s']:.2f}",
             f"{row['ttft_p99_s']:.1f}",
-            f"{row['tokens_s']:,.0f}",
             f"{row['hits']:.1%}",
         )
         for row in measured["rows"]
     ]
     title = (
-        f"{measured['replica']}, sessions of {measured['turns']:g} turns in the mean that begin within "
-        f"{measured['begin_s']:g} s; {measured['edits']:.0%} of turns edit the history, beside "
-        f"{measured['others']:g} chats/s without hints; on simulated time"
+        f"{measured['replica']}, {measured['num_pages']:,} pages; {measured['edits']:.0%} of turns edit the history, "
+        f"beside {measured['others']:g} chats/s without hints; {measured['seeds']} seeds, on simulated time"
     )
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
 

@@ -35,6 +35,7 @@ from benchmarks.fleet_table import (
     fleet_simulation,
     fleet_validation,
     router_time,
+    session_hints,
 )
 from benchmarks.gate_table import compile_gate
 from benchmarks.house_table import house
@@ -318,6 +319,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "fleet_overload": fleet_overload,
     "fleet_routing": fleet_routing,
     "agent_sessions": agent_sessions,
+    "session_hints": session_hints,
     "fleet_simulation": fleet_simulation,
     "fleet_validation": fleet_validation,
     "router_time": router_time,

@@ -189,7 +189,8 @@ class Simulation:
         self._at(conversation.starts_at, begin)
 
     def _ask(self, conversation: Conversation, turn: int, history: np.ndarray, now: float) -> None:
-        prompt = np.concatenate([history, token_ids(conversation.turns[turn].spans)])
+        kept = history[: len(history) - conversation.turns[turn].num_dropped]
+        prompt = np.concatenate([kept, token_ids(conversation.turns[turn].spans)])
         asked = Asked(conversation, turn, prompt, now, num_given=len(prompt))
         name = self._routing.choose(prompt, now)
         self._at(now + self._request_s, lambda then: self._enter(name, asked, then))
@@ -243,7 +244,6 @@ class Simulation:
         if following < len(conversation.turns):
             answer = np.full(conversation.turns[asked.turn].num_answer, ANSWER_ID, np.int32)
             history = np.concatenate([asked.prompt, answer])
-            history = history[: len(history) - conversation.turns[following].num_dropped]
             self._at(
                 now + conversation.turns[following].gap_s,
                 lambda then: self._ask(conversation, following, history, then),

@@ -25,7 +25,7 @@ from rayserve_moe.serving.api.schemas.openai import ChatBody, CompletionBody
 from rayserve_moe.serving.api.schemas.responses import ResponsesBody
 from rayserve_moe.serving.api.schemas.resume import ResumeBody
 from rayserve_moe.serving.api.schemas.scoring import EmbeddingBody, ScoreBody
-from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, TokenizeBody
+from rayserve_moe.serving.api.schemas.text_tokens import DetokenizeBody, SessionOptions, TokenizeBody
 from rayserve_moe.serving.api.schemas.tinker import (
     TinkerFutureBody,
     TinkerSampleBody,
@@ -57,7 +57,7 @@ GENERATION = (
     AuditBody,
     ResumeBody,
 )
-TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody)
+TEXT = (TokenizeBody, DetokenizeBody, CountTokensBody, SessionOptions)
 CONTROL = (control.AbortBody, control.AbortIdsBody, control.PauseBody, control.PauseOptions, control.ResetOptions)
 WEIGHTS = (control.UpdateWeightsBody, control.WeightDirBody, control.WeightNameBody, control.PlacementBody)
 TINKER = (TinkerSampleBody, TinkerFutureBody, TinkerSamplingSessionBody, TinkerSessionBody)

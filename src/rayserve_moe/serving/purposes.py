@@ -94,7 +94,7 @@ GROUPS = {
         "/areal_update_weights": "AReaL's name of `/update_weights_from_disk`",
         "/areal_pause_generation": "AReaL's name of `/pause_generation`, which ends all requests",
         "/areal_continue_generation": "AReaL's name of `/continue_generation`",
-        "/finish_session": "a session's cached pages leave first; its next request ends that (docs/sessions.md)",
+        "/finish_session": "evict the cached pages of a session first (docs/operate/sessions.md)",
         "/close_session": "SGLang's name of `/finish_session`",
     },
     "Not here": {path: reason.partition(":")[0] for path, reason in REASONS.items()},

@@ -168,6 +168,13 @@ def every_section() -> dict:
                  "ttft_p50_s": 0.56, "ttft_p99_s": 25.2, "tokens_s": 1301.0, "hits": 0.771}
             ],
         },
+        "session_hints": {
+            "replica": "any", "num_pages": 657, "edits": 0.125, "others": 4.0, "seeds": 2,
+            "rows": [
+                {"sessions": 60, "over_pool": 3.25, "hints": "final", "session_mean_s": 53.5, "ttft_p50_s": 0.5,
+                 "ttft_p99_s": 2.5, "hits": 0.625}
+            ],
+        },
         "fleet_validation": {
             "num_replicas": 2, "size": "small", "rate_s": 7.5,
             "real": {key: 2.0 for key, _ in COMPARED.values()}, "simulated": {key: 1.5 for key, _ in COMPARED.values()},
@@ -449,6 +456,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("fleet_routing", "1.040"),
         ("fleet_simulation", "87.5%"),
         ("agent_sessions", "77.1%"),
+        ("session_hints", "62.5%"),
         ("fleet_validation", "0.75"),
         ("router_time", "0.50"),
         ("http", "0.80 (0.80-0.80)"),
