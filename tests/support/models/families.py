@@ -113,6 +113,11 @@ _HYBRID = {
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4}
 _SHORT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 
+_KIMI = {
+    **{key: value for key, value in _LATENT.items() if key != "n_routed_experts"}, "num_experts": 16,
+    "linear_num_heads": 4, "linear_head_dim": 16,
+}  # fmt: skip
+
 FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe": (
         {**_EXPERTS, "num_key_value_heads": 2, "head_dim": 32, "norm_topk_prob": True},
@@ -151,6 +156,18 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         {
             **_HYBRID, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 12,
             "tie_word_embeddings": True, "num_key_value_heads": 1,
+        },
+    ),
+    "kimi_linear": (
+        {**_KIMI, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+        {
+            **_KIMI, **_SHORT, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7, "first_k_dense_replace": 0, "attention_bias": True,
+            "linear_num_heads": 2, "linear_conv_kernel_dim": 3, "n_shared_experts": 1,
+        },
+        {
+            **_KIMI, "num_hidden_layers": 5, "linear_head_dim": 8, "rms_norm_eps": 1e-3, "num_experts": 12,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
         },
     ),
     "mixtral": (

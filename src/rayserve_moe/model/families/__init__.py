@@ -15,6 +15,7 @@ from rayserve_moe.model.families import gpt_oss as gpt_oss
 from rayserve_moe.model.families import granitemoe as granitemoe
 from rayserve_moe.model.families import hunyuan_v1_moe as hunyuan_v1_moe
 from rayserve_moe.model.families import hy_v3 as hy_v3
+from rayserve_moe.model.families import kimi_linear as kimi_linear
 from rayserve_moe.model.families import laguna as laguna
 from rayserve_moe.model.families import mimo_v2_flash as mimo_v2_flash
 from rayserve_moe.model.families import minimax_m2 as minimax_m2

@@ -72,7 +72,8 @@ class LatentAttention:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """None: no element rotates; all heads still share the `rope_dim` elements of a key."""
     norm_eps: float = 1e-6
     """Epsilon of the latents' RMS norms."""
     bias: bool = False
@@ -101,7 +102,7 @@ class LatentAttention:
     @property
     def rotary_width(self) -> int:
         """Return the number of elements of a head that rotate."""
-        return self.rope.rotary_dim or self.rope_dim
+        return self.rope_dim if self.rope is None else self.rope.rotary_dim or self.rope_dim
 
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
@@ -215,7 +216,7 @@ def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: Mo
 def latent_config(own: LatentAttention) -> LatentConfig:
     """Return the static attention configuration of all layers."""
     scale = own.head_dim**-0.5 if own.score_scale is None else own.score_scale
-    return LatentConfig(own.nope_dim, own.norm_eps, scale, own.rope.interleaved)
+    return LatentConfig(own.nope_dim, own.norm_eps, scale, own.rope is not None and own.rope.interleaved)
 
 
 def apply(
