@@ -215,6 +215,11 @@ def _kimi_linear(config: Config, draw: Draw) -> None:
     )
 
 
+def _bailing_hybrid(config: Config, draw: Draw) -> None:
+    _kimi_linear(config, draw)
+    config.update(rope_interleave=True, kda_safe_gate=draw.random() < 0.7, kda_lower_bound=draw.choice([-5.0, -0.3]))
+
+
 def _hy_v3(config: Config, draw: Draw) -> None:
     _experts(config, draw, count="num_experts")
     config.update(num_shared_experts=draw.choice([0, 1, 2]), first_k_dense_replace=_dense_first(config, draw))
@@ -322,6 +327,7 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "qwen3_next": _hybrid,
     "qwen3_5_moe_text": _hybrid,
     "kimi_linear": _kimi_linear,
+    "bailing_hybrid": _bailing_hybrid,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "deepseek_v2": _deepseek_v2,

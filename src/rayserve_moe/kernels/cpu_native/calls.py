@@ -315,7 +315,7 @@ def attend_latent_layer(
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
     nothing, queries = jnp.zeros((0, 0), jnp.bfloat16), _first(weights, "q_b_LRH", "q_LDH")
     shapes = (jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
-    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={21: 1})
+    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={22: 1})
     out_TD, kv_pages = call(
         normed_TD,
         weights.get("q_a_LDR", nothing),
@@ -329,8 +329,9 @@ def attend_latent_layer(
         jnp.asarray(num_pages, jnp.int32),
         _or_empty(query_scale_T, jnp.float32),
         _or_empty(chosen_TK, jnp.int32),
+        weights.get("gate_LDA", nothing[None]),
         kv_pages,
-        *adapter_arguments(adapters, ("q_a_LDR", queries, *LATENT_MATRICES)),
+        *adapter_arguments(adapters, ("q_a_LDR", queries, *LATENT_MATRICES, "gate_LDA")),
         num_singles=np.int64(batch.num_singles),
         nope_dim=np.int64(config.nope_dim),
         norm_eps=np.float32(config.norm_eps),

@@ -1,6 +1,7 @@
 """Table of model families, a line each; a module describes the models of its ARCHITECTURE."""
 
 from rayserve_moe.model.families import afmoe as afmoe
+from rayserve_moe.model.families import bailing_hybrid as bailing_hybrid
 from rayserve_moe.model.families import bailing_moe_v2 as bailing_moe_v2
 from rayserve_moe.model.families import deepseek_v2 as deepseek_v2
 from rayserve_moe.model.families import deepseek_v3 as deepseek_v3

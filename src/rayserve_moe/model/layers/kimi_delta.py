@@ -68,7 +68,8 @@ class KimiDelta:
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
         if not 2 <= self.num_taps <= WINDOW_ROWS // 2:
-            return f"a short convolution over {self.num_taps} tokens is not from 2 to {WINDOW_ROWS // 2}"
+            most = WINDOW_ROWS // 2
+            return f"linear_conv_kernel_dim, or short_conv_kernel_size, = {self.num_taps} is not from 2 to {most}"
         return ""
 
     def divided_sizes(self, tensor_size: int) -> dict[str, int]:

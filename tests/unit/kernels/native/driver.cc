@@ -227,7 +227,7 @@ int main(int, char** arguments) {
         cases.push_back([=](int i) {
           latent_attention({"latent attention", i, std::mt19937(i)},
                            {blocks[0], blocks[1], blocks[2], widths[0], widths[1], widths[2], widths[3], widths[4],
-                            widths[5], widths[6], page_size, i % 2 == 0, i % 3 == 0});
+                            widths[5], widths[6], page_size, i % 2 == 0, i % 3 == 0, i % 4 == 0});
         });
   for (int64_t tokens : {0, 1, 7, 40})
     for (int64_t slots : {1, 3})
