@@ -21,7 +21,7 @@ from rayserve_moe.kernels.tpu.delta_call import Call
 from rayserve_moe.kernels.tpu.delta_products import dot, group_size, iota, lanes_of_group, solved
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 
-MAX_HEADS, MAX_FOLDED = 4, 4
+MAX_HEADS, MAX_FOLDED = 8, 4
 """Maximum number of heads whose products overlap, in a piece and in a fold."""
 
 
