@@ -47,6 +47,9 @@ NOT_TURNED = {
     "rounded_embedding_multiplier",
     "float32_norms",
     "index",
+    "rank",
+    "decay_rates_in_block",
+    "rounds_decays",
 }
 """Where tensors lie, what stands with another knob, what another shape of parameters goes with, what is added to them
 when they are read, and what rounds nothing in float32."""

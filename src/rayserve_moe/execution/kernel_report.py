@@ -31,9 +31,9 @@ from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 from rayserve_moe.model.layers.attention import GroupedAttention, attention_config, begin_choice
 from rayserve_moe.model.layers.choice import attention_choices
-from rayserve_moe.model.layers.gated_delta import KIND as GATED_DELTA
-from rayserve_moe.model.layers.gated_delta import GatedDelta
+from rayserve_moe.model.layers.gated_delta import DeltaSizes, GatedDelta
 from rayserve_moe.model.layers.gated_delta import states as delta_states
+from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.layers.moe import EXPERT_ARRAYS
 from rayserve_moe.model.model_config import ModelConfig
 
@@ -105,8 +105,9 @@ def _operations(served: ServedModel) -> Iterator[tuple[str, ChoiceOf]]:
             yield name if len(grouped) == 1 else f"{name} {own.kind}", choice_of
     for mixer, choice in attention_choices(config.spec, KERNELS[kernels.name], pool=pool).items():
         yield f"attention {mixer}", lambda _, choice=choice: choice
-    if GATED_DELTA in params and kernels.recurrence.advance_layer is None:
-        yield "recurrence", partial(_recurrence, config, params[GATED_DELTA], served.dtype)
+    for own in config.spec.mixers:
+        if isinstance(own, GatedDelta | KimiDelta) and kernels.recurrence.advance_layer is None:
+            yield "recurrence", partial(_recurrence, own, config, params[own.kind], served.dtype)
     if "experts" in params:
         yield from _experts(config, params["experts"], hidden_of)
 
@@ -152,17 +153,24 @@ def _grouped_attention(
         yield "project", project
 
 
-def _recurrence(config: ModelConfig, params: dict[str, jax.Array], dtype: str, shape: StepShape) -> Choice[Any]:
-    """Return the choice for the recurrence of gated delta layers."""
-    own, kernels = cast(GatedDelta, config.spec.mixer(GATED_DELTA)), config.kernels
-    heads, key_heads = params["decay_LH"].shape[1], params["q_LDK"].shape[2] // own.key_dim
+def _recurrence(
+    own: DeltaSizes, config: ModelConfig, params: dict[str, jax.Array], dtype: str, shape: StepShape
+) -> Choice[Any]:
+    """Return the choice for the recurrence of layers with a delta rule."""
+    kernels = config.kernels
+    heads, key_heads = params["b_LDH"].shape[2], params["q_LDK"].shape[2] // own.key_dim
     pieces_of_block = shape.block_tokens // PIECE + 1
     of_piece = shaped(shape.num_singles + shape.num_blocks * pieces_of_block, dtype=jnp.int32)
     keys, values = (key_heads, own.key_dim), (heads, own.value_dim)
     wide, narrow = partial(shaped, shape.num_tokens, dtype=jnp.float32), partial(shaped, shape.num_tokens, dtype=dtype)
     channels = 2 * own.key_dim + heads // key_heads * own.value_dim
     tokens = DeltaTokens(
-        narrow(*keys), narrow(*keys), narrow(*values), wide(heads, 1), wide(heads), narrow(key_heads, channels)
+        narrow(*keys),
+        narrow(*keys),
+        narrow(*values),
+        wide(heads, own.num_decays),
+        wide(heads),
+        narrow(key_heads, channels),
     )
     (state,) = delta_states(own, kernels=kernels, tensor_size=config.plan.tensor_size)
     arrays = (

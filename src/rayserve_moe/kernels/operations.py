@@ -113,7 +113,7 @@ class RecurrenceKernels:
     """`gated_delta.advance`."""
     advance_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None
     """The whole layer: projections, both functions above and the output product
-    (`cpu_native.calls.advance_layer`). May be absent."""
+    (`cpu_native.delta_call.advance_layer`). May be absent."""
     decay_places: int = 0
     """Places of a head in a ring of decays [R, H, places]; 0 for rings [R, C, H, 1] (`gated_delta.DeltaPools`)."""
 

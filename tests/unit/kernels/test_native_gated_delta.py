@@ -1,4 +1,4 @@
-"""A gated delta layer by native kernels: as near to float32 as by XLA, and no bit depends on how tokens came."""
+"""Layers with a delta rule by native kernels: as near to float32 as by XLA, and no bit depends on how tokens came."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ import pytest
 from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF, advance_layer
+from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF
+from rayserve_moe.kernels.cpu_native.delta_call import advance_layer
 from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.operations import Kernels
+from rayserve_moe.kernels.reference.delta_gates import GateRule
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, DeltaPools, Pieces, RowEntries
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.model.families.qwen3_5_moe_text import spec_from_hf
-from rayserve_moe.model.layers import gated_delta
 from rayserve_moe.model.layers.gated_delta import KIND, STATE, GatedDelta
+from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.layers.kinds import LayerInputs
+from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.model_config import ModelConfig, StepInputs
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.kernels.native_kernels import need_native_kernels
@@ -33,6 +36,13 @@ SIZES = {
     "three value heads per key head": GatedDelta(2, num_value_heads=6, key_dim=32, value_dim=48, num_taps=4),
     "odd widths": GatedDelta(3, num_value_heads=6, key_dim=20, value_dim=7, num_taps=3),
     "as published": GatedDelta(1, num_value_heads=2, key_dim=128, value_dim=128, num_taps=4),
+    "a decay per element": KimiDelta(
+        3, head_dim=20, num_taps=3, gates=GateRule("sigmoid"), rank=6, decay_rates_in_block=True
+    ),
+    "bounded decays": KimiDelta(
+        2, head_dim=16, num_taps=4, gates=GateRule("sigmoid", decay_floor=-0.5, rounds_decays=True)
+    ),
+    "Kimi-Linear": KimiDelta(1, head_dim=128, num_taps=4, gates=GateRule("sigmoid"), rank=128),
 }
 SMALL = SIZES["odd widths"]
 
@@ -43,35 +53,35 @@ def _kernels():
 
 
 @cache
-def config_of(own: GatedDelta, kernels: Kernels) -> ModelConfig:
+def config_of(own: GatedDelta | KimiDelta, kernels: Kernels) -> ModelConfig:
     spec = spec_from_hf(FAMILY_PRESETS["qwen3.5-tiny"].hf_config("float32"))
     others = tuple(mixer for mixer in spec.mixers if mixer.kind != KIND)
     delta, full = (
         next(layer for layer in spec.layers if (layer.mixer == KIND) is is_delta) for is_delta in (True, False)
     )
+    delta = replace(delta, mixer=own.kind)
     spec = replace(spec, hidden_size=WIDTH, mixers=(own, *others), layers=(delta, delta, full))
     return ModelConfig(spec, ExpertConfig(spec.router, kernels, plan_for(jax.devices()[:1])))
 
 
 @cache
-def weights_of(own: GatedDelta) -> dict[str, np.ndarray]:
+def weights_of(own: GatedDelta | KimiDelta) -> dict[str, np.ndarray]:
     """Draw float32 weights that bfloat16 holds; decays remember some tokens."""
     rng = np.random.default_rng(1)
-    specs = gated_delta.parameters(own, config_of(own, CPU).spec, dtype="bfloat16", tensor_size=1)
+    specs = MIXERS[own.kind].parameters(own, config_of(own, CPU).spec, dtype="bfloat16", tensor_size=1)
     drawn = {}
     for name, each in specs.items():
         values = rng.standard_normal(each.shape, dtype=np.float32)
-        scale, offset = {"delta_decay": (1.0, -2.0), "delta_norm": (0.2, 1.0), "delta_conv": (0.5, 0.0)}.get(
-            each.role, (WIDTH**-0.5, 0.0)
-        )
+        kind = each.role.rsplit("_")[-1]
+        scale, offset = {"decay": (1.0, -2.0), "norm": (0.2, 1.0), "conv": (0.5, 0.0)}.get(kind, (WIDTH**-0.5, 0.0))
         values = values * np.float32(scale) + np.float32(offset)
         drawn[name] = np.asarray(jnp.asarray(values, each.dtype).astype(jnp.float32))
     return drawn
 
 
-def empty_pools(own: GatedDelta, fill: float = 0.0) -> DeltaPools:
+def empty_pools(own: GatedDelta | KimiDelta, fill: float = 0.0) -> DeltaPools:
     """Return pools that hold `fill`; entry 0 of each layer is zeros."""
-    (state,) = gated_delta.states(own, kernels=CPU, tensor_size=1)
+    (state,) = MIXERS[own.kind].states(own, kernels=CPU, tensor_size=1)
     entries = [np.full((NUM_LAYERS * NUM_ENTRIES, *each.shape), fill, np.float32) for each in state.entry]
     for each in entries:
         each[::NUM_ENTRIES] = 0
@@ -80,10 +90,10 @@ def empty_pools(own: GatedDelta, fill: float = 0.0) -> DeltaPools:
 
 
 @cache
-def program_of(own: GatedDelta, kernels: Kernels, dtype: str, num_singles: int):
+def program_of(own: GatedDelta | KimiDelta, kernels: Kernels, dtype: str, num_singles: int):
     """Return the weights, and a compiled function of a step that keeps no buffer of its pools."""
     config = config_of(own, kernels)
-    specs = gated_delta.parameters(own, config.spec, dtype=dtype, tensor_size=1)
+    specs = MIXERS[own.kind].parameters(own, config.spec, dtype=dtype, tensor_size=1)
     weights = {name: jnp.asarray(values, specs[name].dtype) for name, values in weights_of(own).items()}
     if kernels is CPU_NATIVE:
         weights = {name: pack(each) if LAYOUT_OF.get(name) else each for name, each in weights.items()}
@@ -91,9 +101,9 @@ def program_of(own: GatedDelta, kernels: Kernels, dtype: str, num_singles: int):
     @partial(jax.jit, donate_argnums=2)
     def run(weights, hidden_TD, pools, batch):
         batch = TokenBatch(**batch, num_singles=num_singles)
-        step = gated_delta.prepare(own, batch, {STATE: tuple(pools)}, config=config)
-        inputs = LayerInputs(weights, StepInputs(batch, batch.valid_T, {KIND: step}), jnp.int32(LAYER), config)
-        out_TD, pools = gated_delta.apply(own, (hidden_TD.astype(dtype), {STATE: tuple(pools)}), inputs)
+        step = MIXERS[own.kind].prepare(own, batch, {STATE: tuple(pools)}, config=config)
+        inputs = LayerInputs(weights, StepInputs(batch, batch.valid_T, {own.kind: step}), jnp.int32(LAYER), config)
+        out_TD, pools = MIXERS[own.kind].apply(own, (hidden_TD.astype(dtype), {STATE: tuple(pools)}), inputs)
         return out_TD, DeltaPools(*pools[STATE])
 
     return weights, run
@@ -107,7 +117,7 @@ def drawn_hidden(num_tokens: int = NUM_TOKENS) -> np.ndarray:
 class Row:
     """A row with one sequence, with the values that a scheduler keeps of it."""
 
-    own: GatedDelta
+    own: GatedDelta | KimiDelta
     pools: DeltaPools
     hidden: np.ndarray = field(default_factory=drawn_hidden)
     kernels: Kernels = CPU_NATIVE
@@ -172,7 +182,7 @@ class Row:
         return np.concatenate(self.outputs)
 
 
-def started(own: GatedDelta = SMALL, *, fill: float = 0.0, **values) -> Row:
+def started(own: GatedDelta | KimiDelta = SMALL, *, fill: float = 0.0, **values) -> Row:
     """Return a row ahead of its first token."""
     return Row(own, empty_pools(own, fill), **values)
 
@@ -262,7 +272,7 @@ def test_a_piece_outside_the_step_or_the_pools_is_refused(changes):
     def run(values: dict[str, int]) -> np.ndarray:
         row, start, known, count, token, own, source, base = (jnp.array([values[name]], jnp.int32) for name in SOUND)
         pieces = Pieces(row, start, known, count, token, RowEntries(own, source, base))
-        step = jax.jit(partial(advance_layer, layer=jnp.int32(LAYER), eps=1e-6))
+        step = jax.jit(partial(advance_layer, layer=jnp.int32(LAYER), eps=1e-6, gates=GateRule()))
         return np.asarray(step(hidden, weights, empty_pools(SMALL), pieces)[0])
 
     assert np.isfinite(run(SOUND)).all()

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from rayserve_moe.model.layers import attention, block_attention, gated_delta, latent, mlp, moe, sparse_latent
+from rayserve_moe.model.layers import (
+    attention,
+    block_attention,
+    gated_delta,
+    kimi_delta,
+    latent,
+    mlp,
+    moe,
+    sparse_latent,
+)
 from rayserve_moe.model.layers.kinds import Ffn, Mixer
 
 MIXERS: dict[str, Mixer] = {
@@ -12,6 +21,7 @@ MIXERS: dict[str, Mixer] = {
     "dsa": sparse_latent.MIXER,
     "dsa_shared": sparse_latent.SHARED_MIXER,
     "gated_delta": gated_delta.MIXER,
+    "kimi_delta": kimi_delta.MIXER,
 }
 FFNS: dict[str, Ffn] = {
     "moe": moe.FFN,
