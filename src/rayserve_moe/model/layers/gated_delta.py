@@ -195,7 +195,7 @@ def prepare(own: GatedDelta, batch: TokenBatch, pools: Pools, *, config: ModelCo
     assert batch.entries_B3 is not None and batch.rows_B is not None, "rows know their entries"
     entries, num_blocks = RowEntries(*batch.entries_B3.T), batch.num_prefill_blocks
     block_tokens = (len(batch.positions_T) - batch.num_singles) // max(1, num_blocks)
-    num_layers = len(config.spec.layers_with_mixer(KIND))
+    num_layers = len(config.spec.layers_with_mixer(own.kind))
     arrays = DeltaPools(*pools[STATE])
     with jax.named_scope("delta_pieces"):
         pieces = cut_pieces(
