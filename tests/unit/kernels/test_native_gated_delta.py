@@ -36,9 +36,11 @@ SIZES = {
     "three value heads per key head": GatedDelta(2, num_value_heads=6, key_dim=32, value_dim=48, num_taps=4),
     "odd widths": GatedDelta(3, num_value_heads=6, key_dim=20, value_dim=7, num_taps=3),
     "as published": GatedDelta(1, num_value_heads=2, key_dim=128, value_dim=128, num_taps=4),
-    "mamba2": Mamba2(6, value_dim=48, num_key_heads=2, key_dim=32, num_taps=4, min_step=0.6),
-    "mamba2, odd widths": Mamba2(6, value_dim=7, num_key_heads=3, key_dim=20, num_taps=3, conv_bias=False),
-    "mamba2, as published": Mamba2(8, value_dim=64, num_key_heads=1, key_dim=128, num_taps=4, min_step=0.001),
+    "mamba2": Mamba2(6, value_dim=48, num_key_heads=2, key_dim=32, num_taps=4, min_step=0.6, conv_bias=True),
+    "mamba2, odd widths": Mamba2(6, value_dim=7, num_key_heads=3, key_dim=20, num_taps=3, min_step=0.1),
+    "mamba2, as published": Mamba2(
+        8, value_dim=64, num_key_heads=1, key_dim=128, num_taps=4, min_step=0.001, conv_bias=True
+    ),
 }
 SMALL = SIZES["odd widths"]
 EACH_KIND = pytest.mark.parametrize("own", [SMALL, SIZES["mamba2, odd widths"]], ids=lambda own: own.kind)

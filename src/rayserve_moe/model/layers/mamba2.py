@@ -44,10 +44,10 @@ class Mamba2:
     """Width of the state, of B and of C."""
     num_taps: int
     """Tokens that the convolution reads, including the newest."""
-    conv_bias: bool = True
-    """True if the convolution has a bias."""
-    min_step: float = 0.0
+    min_step: float
     """Lower bound of a token's step."""
+    conv_bias: bool = False
+    """True if the convolution has a bias."""
 
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
