@@ -29,12 +29,19 @@ from rayserve_moe.tools.estimate.kernel_work import RecurrentWork, StepWork, ker
 from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for, text_of
 
-HEADS = {"of 35B": (16, 32), "of 397B": (16, 64), "of 35B over 2": (8, 16), "of 35B over 8": (2, 4)}
-"""Key heads and value heads."""
 TOKENS, ROWS, ENTRIES, WIDTH = 16, 24, 63, 128
+HEADS = {
+    "of 35B": (16, 32),
+    "of 397B": (16, 64),
+    "of 35B over 2": (8, 16),
+    "of 35B over 8": (2, 4),
+    "of Kimi-Linear": (32, 32, WIDTH),
+    "of Kimi-Linear over 8": (4, 4, WIDTH),
+}
+"""Key heads and value heads, and decays of a head if there are several."""
 
 
-def shapes_of(key_heads: int, heads: int) -> tuple[DeltaPools, DeltaTokens, Pieces]:
+def shapes_of(key_heads: int, heads: int, num_decays: int = 1) -> tuple[DeltaPools, DeltaTokens, Pieces]:
     """Return the shapes of a call."""
     channels = 2 * WIDTH + heads // key_heads * WIDTH
     of_rows = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -43,18 +50,18 @@ def shapes_of(key_heads: int, heads: int) -> tuple[DeltaPools, DeltaTokens, Piec
         of_rows((ENTRIES, 3, key_heads, channels)),
         of_rows((ROWS, CHUNK, key_heads, WIDTH)),
         of_rows((ROWS, CHUNK, heads, WIDTH)),
-        of_rows((ROWS, heads, WIDTH)),
+        of_rows((ROWS, heads, WIDTH) if num_decays == 1 else (ROWS, CHUNK, heads, WIDTH)),
         of_rows((ROWS, WINDOW_ROWS, key_heads, channels)),
     )
     narrow = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     keys, values = (narrow((TOKENS, count, WIDTH)) for count in (key_heads, heads))
-    decays, betas = of_rows((TOKENS, heads, 1)), of_rows((TOKENS, heads))
+    decays, betas = of_rows((TOKENS, heads, num_decays)), of_rows((TOKENS, heads))
     tokens = DeltaTokens(keys, keys, values, decays, betas, narrow((TOKENS, key_heads, channels)))
     ints = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
     return pools, tokens, Pieces(*[ints] * 5, RowEntries(*[ints] * 3))
 
 
-def compile_step(chip: str, heads: tuple[int, int]) -> jax.stages.Compiled:
+def compile_step(chip: str, heads: tuple[int, ...]) -> jax.stages.Compiled:
     """Compile a call with donated pools for a chip."""
     pools, *given = shapes_of(*heads)
 

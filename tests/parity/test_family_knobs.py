@@ -49,6 +49,9 @@ NOT_TURNED = {
     "float32_norms",
     "index",
     "latent_size",
+    "rank",
+    "decay_rates_in_block",
+    "rounds_decays",
 }
 """Where tensors lie, what stands with another knob, what another shape of parameters goes with, what is added to them
 when they are read, and what rounds nothing in float32."""

@@ -32,6 +32,7 @@ from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 from rayserve_moe.model.layers.attention import GroupedAttention, attention_config, begin_choice
 from rayserve_moe.model.layers.choice import attention_choices
 from rayserve_moe.model.layers.gated_delta import GatedDelta
+from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.layers.mamba2 import Mamba2
 from rayserve_moe.model.layers.moe import EXPERT_ARRAYS
 from rayserve_moe.model.layers.table import MIXERS
@@ -107,7 +108,7 @@ def _operations(served: ServedModel) -> Iterator[tuple[str, ChoiceOf]]:
         yield f"attention {mixer}", lambda _, choice=choice: choice
     recurrence = kernels.recurrence
     for own in config.spec.mixers:
-        if isinstance(own, GatedDelta) and recurrence.advance_layer is None:
+        if isinstance(own, GatedDelta | KimiDelta) and recurrence.advance_layer is None:
             yield "recurrence", partial(_recurrence, own, config, params[own.kind]["q_LDK"], served.dtype)
         if isinstance(own, Mamba2) and recurrence.advance_mamba2_layer is None:
             yield "recurrence", partial(_recurrence, own, config, params[own.kind]["c_LDN"], served.dtype)
@@ -157,7 +158,7 @@ def _grouped_attention(
 
 
 def _recurrence(
-    own: GatedDelta | Mamba2, config: ModelConfig, queries_LDK: jax.Array, dtype: str, shape: StepShape
+    own: GatedDelta | KimiDelta | Mamba2, config: ModelConfig, queries_LDK: jax.Array, dtype: str, shape: StepShape
 ) -> Choice[Any]:
     """Return the choice for the recurrence of a mixer, whose queries have these matrices on a device."""
     kernels, key_heads = config.kernels, queries_LDK.shape[2] // own.key_dim
@@ -168,7 +169,12 @@ def _recurrence(
     wide, narrow = partial(shaped, shape.num_tokens, dtype=jnp.float32), partial(shaped, shape.num_tokens, dtype=dtype)
     channels = 2 * own.key_dim + heads // key_heads * own.value_dim
     tokens = DeltaTokens(
-        narrow(*keys), narrow(*keys), narrow(*values), wide(heads, 1), wide(heads), narrow(key_heads, channels)
+        narrow(*keys),
+        narrow(*keys),
+        narrow(*values),
+        wide(heads, own.num_decays),
+        wide(heads),
+        narrow(key_heads, channels),
     )
     (state,) = MIXERS[own.kind].states(own, kernels=kernels, tensor_size=config.plan.tensor_size)
     arrays = (

@@ -194,27 +194,30 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 
         attended_THh, kv_pages = _attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
-        attended_THh = _gated(attended_THh, normed_TD, of_layer, config=config, adapters=adapters)
+        attended_THh = gated(attended_THh, normed_TD, of_layer, function=config.output_gate, adapters=adapters)
         attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
         out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
         out_TD = with_adapters(out_TD, attended_TH, "o_LHD", adapters=adapters)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 
-def _gated(
+def gated(
     attended_THh: jax.Array,
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
     *,
-    config: AttentionConfig,
+    function: str,
     adapters: LayerAdapters | None,
 ) -> jax.Array:
-    """Return attended values times their gates [T, H, v], or [T, H, 1] if a head has a single gate."""
-    if config.output_gate == "none":
+    """Return attended values times their gates [T, H, v], or [T, H, 1] if a head has a single gate.
+
+    `function` is a key of GATES, or `none`.
+    """
+    if function == "none":
         return attended_THh
     name = "gate_LDA" if "gate_LDA" in weights else "gate_LDH"
     made = multiply(normed_TD, weights[name], name=name, adapters=adapters)
-    gates = GATES[config.output_gate](made.astype(jnp.float32))
+    gates = GATES[function](made.astype(jnp.float32))
     return (attended_THh * gates.reshape(*attended_THh.shape[:2], -1)).astype(attended_THh.dtype)
 
 

@@ -27,6 +27,7 @@ from rayserve_moe.kernels.attention_layer import (
     PagedStep,
     WritingAttention,
     attend_blocks,
+    gated,
     write_early,
 )
 from rayserve_moe.kernels.reference.attention import ScoreConfig
@@ -38,13 +39,15 @@ class LatentConfig:
     """Constants of latent attention, the same in all layers.
 
     `nope_dim` is the width n of a head's part without position, `norm_eps` the epsilon of the latents' norms,
-    `score_scale` the factor of the scores. `interleaved_rotation`: see `layers.rotate`.
+    `score_scale` the factor of the scores. `interleaved_rotation`: see `layers.rotate`. `output_gate` is the function
+    of the gates of heads (`attention_layer.GATES`), or `none`.
     """
 
     nope_dim: int
     norm_eps: float
     score_scale: float
     interleaved_rotation: bool = False
+    output_gate: str = "none"
 
 
 def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
@@ -88,7 +91,9 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
         attended_TAC = attended_TAC.astype(normed_TD.dtype)
         values_TAv = _multiply("TAC,AvC->TAv", attended_TAC, v_b_AvC)
         values_TAv = with_expanded(values_TAv, attended_TAC, "v_b_LHC", adapters=adapters)
-        values_TH = values_TAv.astype(normed_TD.dtype).reshape(len(normed_TD), -1)
+        values_TAv = values_TAv.astype(normed_TD.dtype)
+        values_TAv = gated(values_TAv, normed_TD, of_layer, function=config.output_gate, adapters=adapters)
+        values_TH = values_TAv.reshape(len(normed_TD), -1)
         out_TD = jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
         out_TD = with_adapters(out_TD, values_TH, "o_LHD", adapters=adapters)
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages

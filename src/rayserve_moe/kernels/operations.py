@@ -113,7 +113,7 @@ class RecurrenceKernels:
     """`gated_delta.advance`."""
     advance_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None
     """The whole layer: projections, both functions above and the output product
-    (`cpu_native.calls.advance_layer`). May be absent."""
+    (`cpu_native.delta_call.advance_layer`). May be absent."""
     advance_mamba2_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None
     """The same for a Mamba-2 layer (`cpu_native.mamba2_call.advance_layer`). May be absent."""
     decay_places: int = 0

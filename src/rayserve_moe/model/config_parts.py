@@ -89,7 +89,7 @@ def heads_of(config: Mapping[str, Any], *, head_dim: int | None = None) -> dict[
     }
 
 
-def latent_attention_of(config: Mapping[str, Any], *, rope: RopeSpec) -> LatentAttention:
+def latent_attention_of(config: Mapping[str, Any], *, rope: RopeSpec | None) -> LatentAttention:
     """Read multi-head latent attention; `q_lora_rank` null projects queries from the hidden state.
 
     The latents' norms have their class's epsilon 1e-6, independent of `rms_norm_eps`.
@@ -107,7 +107,7 @@ def latent_attention_of(config: Mapping[str, Any], *, rope: RopeSpec) -> LatentA
         rope=rope,
         bias=bias,
         output_bias=bias,
-        score_scale=score_scale_of(config, nope_dim + rope_dim),
+        score_scale=score_scale_of(config, nope_dim + rope_dim) if rope else None,
     )
 
 

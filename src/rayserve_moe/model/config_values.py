@@ -60,6 +60,8 @@ MAX_INTEGERS = {
     "conv_kernel": 64,
     "moe_latent_size": 1 << 17,
     "moe_shared_expert_intermediate_size": 1 << 20,
+    "linear_num_heads": 1024,
+    "linear_head_dim": 4096,
     "index_topk": 1 << 24,
     "index_n_heads": 1024,
     "index_head_dim": 4096,
@@ -191,6 +193,11 @@ def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise UnsupportedModelError(f"config.json: {key} must be an object, found {reprlib.repr(value)}")
     return value
+
+
+def with_common_keys(config: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the config with the common name of each key in `names`, which are by name in the family's files."""
+    return {**config, **{common: config[own] for own, common in names.items() if config.get(own) is not None}}
 
 
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

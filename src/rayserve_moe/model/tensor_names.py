@@ -111,6 +111,14 @@ GATED_DELTA = {
 }
 """Gated delta layers, without their projections."""
 
+KIMI_DELTA = {
+    **_weights(_ATTENTION, kda_q="q_proj", kda_k="k_proj", kda_v="v_proj", kda_b="b_proj", kda_out="o_proj"),
+    **_weights(_ATTENTION, kda_q_conv="q_conv1d", kda_k_conv="k_conv1d", kda_v_conv="v_conv1d", kda_norm="o_norm"),
+    "kda_decay": _ATTENTION + "A_log",
+    "kda_decay_bias": _ATTENTION + "dt_bias",
+}
+"""Kimi delta layers, without the projections of decays and output gates."""
+
 SELECTION_BIAS = {"selection_bias": _MLP + "gate.e_score_correction_bias"}
 """Bias of an expert's score that affects selection but not the weight."""
 

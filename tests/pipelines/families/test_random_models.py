@@ -46,7 +46,7 @@ def written(case: FamilyCase, directory: Path) -> Path:
 
 def page_sizes(case: FamilyCase) -> list[int]:
     """Return the page sizes that a model supports; with recurrent layers they divide 64 or are multiples of 64."""
-    is_recurrent = "linear_num_key_heads" in case.config
+    is_recurrent = not {"linear_num_key_heads", "linear_num_heads"}.isdisjoint(case.config)
     return [size for size in PAGES if not (is_recurrent and 64 % size and size % 64)]
 
 

@@ -62,6 +62,13 @@ class DeltaCase:
     num_cores: int = 1
     unsound: tuple[int, ...] = ()
     """Tokens whose values are infinite."""
+    by_element: bool = False
+    """True for a decay per element of a key."""
+
+    @property
+    def num_decays(self) -> int:
+        """Return the number of decays of a head."""
+        return WIDTH if self.by_element else 1
 
 
 SINGLES = DeltaCase(((0, 1), (5, 1), (8, 1), (17, 1), (0, 0), (62, 1), (63, 1), (64, 1), (129, 1), (192, 1), (7, 1)))
@@ -85,6 +92,15 @@ CASES = {
     "one token": replace(SINGLES, chains=((64, 1),)),
     "padding alone": replace(SINGLES, chains=((0, 0),) * 3, num_cores=2),
     "tokens that are not finite": replace(DRAFTS, unsound=(1, 6, 12)),
+    "few by element": DeltaCase(((5, 1), (0, 0), (64, 1), (62, 4)), num_heads=2, num_key_heads=2, by_element=True),
+    "singles by element": replace(SINGLES, by_element=True),
+    "drafts by element in bfloat16 on two cores": replace(DRAFTS, by_element=True, dtype="bfloat16", num_cores=2),
+    "prompts by element beside drafts": replace(
+        DRAFTS, chains=((63, 2), (0, 0), (10, 1)), prompts=((50, 20), (128, 5)), by_element=True
+    ),
+    "rows by element that begin at an entry": replace(
+        SINGLES, chains=((64, 1), (65, 1), (127, 2), (128, 1)), source_base=64, by_element=True, unsound=(2,)
+    ),
 }
 
 
@@ -118,7 +134,7 @@ class DeltaArrays:
         values[list(case.unsound)] = np.inf
         units = (self._unit(num_tokens, key_heads, WIDTH) for _ in range(2))
         inputs = self._normal(num_tokens, key_heads, self.pools.inputs_RJKW.shape[-1])
-        decays = -np.abs(self._normal(num_tokens, heads, 1)) * 0.3
+        decays = -np.abs(self._normal(num_tokens, heads, case.num_decays)) * 0.3
         betas = 1 / (1 + np.exp(-self._normal(num_tokens, heads)))
         queries, keys = (jnp.asarray(each, case.dtype) for each in units)
         others = (jnp.asarray(each, case.dtype) for each in (values, inputs))
@@ -136,7 +152,7 @@ class DeltaArrays:
         entries, rows = NUM_LAYERS * 2 * num_rows, NUM_LAYERS * num_rows
         keys = self._unit(rows, CHUNK, case.num_key_heads, WIDTH)
         fresh = self._normal(rows, CHUNK, case.num_heads, WIDTH) * 0.5
-        decay = -np.abs(self._normal(rows, CHUNK, case.num_heads, 1)).cumsum(1) * 0.1
+        decay = -np.abs(self._normal(rows, CHUNK, case.num_heads, case.num_decays)).cumsum(1) * 0.1
         for row, (first, _) in enumerate(case.chains + case.prompts, start=LAYER * num_rows + 1):
             is_full = first % CHUNK == 0 and first > case.source_base
             for ring in (keys, fresh, decay):
@@ -149,7 +165,7 @@ class DeltaArrays:
             decay,
             self._normal(rows, WINDOW_ROWS, case.num_key_heads, channels),
         )
-        decays = np.concatenate([decay[..., 0].swapaxes(1, 2)] * 2, axis=2)
+        decays = decay if case.by_element else np.concatenate([decay[..., 0].swapaxes(1, 2)] * 2, axis=2)
         return DeltaPools(*map(jnp.asarray, pools._replace(decay_RCHx=decays)))
 
 
@@ -180,11 +196,14 @@ class Cuts:
     """Steps of a sequence: tokens of a prompt, or of drafts if negative."""
 
     steps: tuple[int, ...]
+    by_element: bool = False
 
     def run(self) -> tuple[np.ndarray, DeltaPools]:
         """Compute the sequence by the kernel: outputs, and pools."""
         total = sum(map(abs, self.steps))
-        sequence = DeltaArrays(DeltaCase(((0, total),)))
+        heads = 2 if self.by_element else 8
+        case = DeltaCase(((0, total),), num_heads=heads, num_key_heads=heads, by_element=self.by_element)
+        sequence = DeltaArrays(case)
         pools, position, outputs = jax.tree.map(jnp.zeros_like, sequence.pools), 0, []
         for step in self.steps:
             count, is_single = abs(step), step < 0
@@ -208,14 +227,16 @@ class Cuts:
         return np.concatenate(outputs), pools
 
 
+CUTS = {"cuts": False, "cuts by element": True}
 WHOLE, OTHERS = Cuts((75,)), (Cuts((37, -1, -5, 16, -12, 4)), Cuts((64, 1, -3, 7)))
 
 
-def cuts_outcome() -> Outcome:
+def cuts_outcome(*, by_element: bool) -> Outcome:
     """Count the numbers that depend on how the tokens of a sequence came."""
     delta_rule.cores_of_device = lambda _=None: 1
-    expected, num_different = jax.tree.leaves(WHOLE.run()), 0
-    for found in (jax.tree.leaves(cuts.run()) for cuts in OTHERS):
+    whole, *others = (replace(cuts, by_element=by_element) for cuts in (WHOLE, *OTHERS))
+    expected, num_different = jax.tree.leaves(whole.run()), 0
+    for found in (jax.tree.leaves(cuts.run()) for cuts in others):
         bits = ((np.asarray(each).view(np.uint32) for each in pair) for pair in zip(expected, found, strict=True))
         num_different += sum(int((ours != theirs).sum()) for ours, theirs in bits)
     return Outcome(float(num_different), float(np.abs(expected[0]).max()))
@@ -322,8 +343,8 @@ def prepared(name: str) -> Callable[[], Outcome]:
     """Return a case, with its fault planted."""
     if name in ENGINES:
         return partial(engine_outcome, ENGINES[name])
-    if name == "cuts":
-        return cuts_outcome
+    if name in CUTS:
+        return partial(cuts_outcome, by_element=CUTS[name])
     if name in CASES:
         return partial(outcome_of, CASES[name])
     case, plant = FAULTS[name]

@@ -126,6 +126,9 @@ def _nemotron(pattern: str, **changes: Any) -> dict[str, Any]:
     return {**_NEMOTRON, **layers, **changes}
 
 
+_LING_3 = {**{key: value for key, value in _LATENT.items() if key != "n_routed_experts"}, "num_experts": 16}
+_KIMI = {**_LING_3, "linear_num_heads": 4, "linear_head_dim": 16}
+
 FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe": (
         {**_EXPERTS, "num_key_value_heads": 2, "head_dim": 32, "norm_topk_prob": True},
@@ -164,6 +167,33 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         {
             **_HYBRID, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 12,
             "tie_word_embeddings": True, "num_key_value_heads": 1,
+        },
+    ),
+    "kimi_linear": (
+        {**_KIMI, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+        {
+            **_KIMI, **_SHORT, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7, "first_k_dense_replace": 0, "attention_bias": True,
+            "linear_num_heads": 2, "linear_conv_kernel_dim": 3, "n_shared_experts": 1,
+        },
+        {
+            **_KIMI, "num_hidden_layers": 5, "linear_head_dim": 8, "rms_norm_eps": 1e-3, "num_experts": 12,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "bailing_hybrid": (
+        {
+            **_LING_3, "num_hidden_layers": 4, "layer_group_size": 2, "head_dim": 16, "n_group": 4, "topk_group": 2,
+            "first_k_dense_replace": 1, "kda_lower_bound": -0.5, "rope_theta": 1e4,
+        },
+        {
+            **_LING_3, "layer_group_size": 3, "head_dim": 8, "q_lora_rank": 20, "n_group": 1, "topk_group": 1,
+            "norm_topk_prob": False, "routed_scaling_factor": 1.7, "attention_bias": True, "kda_safe_gate": False,
+            "short_conv_kernel_size": 3, "n_shared_experts": 1, "first_k_dense_replace": 0, "rope_parameters": _MSCALE,
+        },
+        {
+            **_LING_3, "num_hidden_layers": 3, "layer_types": _SHORT["layer_types"], "head_dim": 24, "n_group": 8,
+            "topk_group": 3, "rms_norm_eps": 1e-3, "mlp_layer_types": ["sparse", "dense", "sparse"],
         },
     ),
     "mixtral": (

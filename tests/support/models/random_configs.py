@@ -226,6 +226,24 @@ def _nemotron(config: Config, draw: Draw) -> None:
     )
 
 
+def _kimi_linear(config: Config, draw: Draw) -> None:
+    _deepseek_v3(config, draw)
+    config["num_experts"] = config.pop("n_routed_experts")
+    kinds = [draw.choice(["linear_attention", "full_attention"]) for _ in range(config["num_hidden_layers"] - 1)]
+    config.update(
+        layer_types=[*kinds, "full_attention"],
+        tie_word_embeddings=False,
+        linear_num_heads=draw.choice([1, 2, 3, 4]),
+        linear_head_dim=draw.choice([4, 8, 16]),
+        linear_conv_kernel_dim=draw.choice([2, 3, 4]),
+    )
+
+
+def _bailing_hybrid(config: Config, draw: Draw) -> None:
+    _kimi_linear(config, draw)
+    config.update(rope_interleave=True, kda_safe_gate=draw.random() < 0.7, kda_lower_bound=draw.choice([-5.0, -0.3]))
+
+
 def _hy_v3(config: Config, draw: Draw) -> None:
     _experts(config, draw, count="num_experts")
     config.update(num_shared_experts=draw.choice([0, 1, 2]), first_k_dense_replace=_dense_first(config, draw))
@@ -333,6 +351,8 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "nemotron_h": _nemotron,
     "qwen3_next": _hybrid,
     "qwen3_5_moe_text": _hybrid,
+    "kimi_linear": _kimi_linear,
+    "bailing_hybrid": _bailing_hybrid,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "deepseek_v2": _deepseek_v2,

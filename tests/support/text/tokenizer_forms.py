@@ -98,7 +98,7 @@ FORMS = {
         config={"add_prefix_space": False, "add_bos_token": False, "pad_token": "<|endoftext|>"},
     ),
     "deepseek": PublishedForm(
-        families=("deepseek_v2", "deepseek_v3", "deepseek_v32"),
+        families=("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
         said="byte-level, three splits, adds its first token",
         published="DeepSeek-V3's, and Kimi-K2's `tiktoken.model`",
         tokenizer_class="LlamaTokenizerFast",
@@ -280,7 +280,7 @@ FORMS = {
         config={"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>", "add_bos_token": True},
     ),
     "ling": PublishedForm(
-        families=("bailing_moe_v2",),
+        families=("bailing_moe_v2", "bailing_hybrid"),
         said="byte-level",
         tokenizer_class="PreTrainedTokenizerFast",
         special=("<|startoftext|>", "<|endoftext|>", "[CLS]", "[gMASK]", "<role>", "</role>", "<|role_end|>"),

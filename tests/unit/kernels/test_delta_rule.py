@@ -10,10 +10,10 @@ import pytest
 from rayserve_moe.kernels.reference.gated_delta import DeltaPools, DeltaTokens, Pieces, RowEntries, cut_pieces
 from rayserve_moe.kernels.table import TPU
 from rayserve_moe.kernels.tpu.delta_rule import piece_scalars
-from tests.support.kernels.delta_rule import CASES, ENGINES, FAULTS, MAX_ERROR
+from tests.support.kernels.delta_rule import CASES, CUTS, ENGINES, FAULTS, MAX_ERROR
 from tests.support.kernels.interpreter import Outcome, run_cases
 
-MODULE, FEW = "tests.support.kernels.delta_rule", "few"
+MODULE, FEW = "tests.support.kernels.delta_rule", ("few", "few by element")
 
 
 def is_sound(found: Outcome) -> bool:
@@ -23,21 +23,22 @@ def is_sound(found: Outcome) -> bool:
 
 def test_a_single_a_fold_and_drafts_are_the_reference():
     """Rings hold NaN behind the cursor."""
-    (found,) = run_cases(MODULE, FEW).values()
-    assert is_sound(found), found
+    for name, found in run_cases(MODULE, *FEW).items():
+        assert is_sound(found), (name, found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name != FEW])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FEW])
 def test_other_cases_are_the_reference(name):
     (found,) = run_cases(MODULE, name).values()
     assert is_sound(found), found
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_how_tokens_came():
+@pytest.mark.parametrize("name", CUTS)
+def test_no_bit_depends_on_how_tokens_came(name):
     """Outputs, states and rings are equal for a prompt at once, in parts, beside others, and token by token."""
-    (found,) = run_cases(MODULE, "cuts").values()
+    (found,) = run_cases(MODULE, name).values()
     assert found.difference == 0 and found.largest > 0 and not found.error, found
 
 
@@ -97,6 +98,8 @@ def reason(*, num_tokens: int = 8, heads: int = 32, width: int = 128, per_channe
     rows, values = shaped(num_tokens, heads // 2, width), shaped(num_tokens, heads, width)
     tokens = DeltaTokens(rows, rows, values, shaped(num_tokens, heads, width if per_channel else 1), values, rows)
     decay = shaped(3, heads, places) if places else shaped(3, 64, heads, 1)
+    if per_channel:
+        decay, rows = shaped(3, 64, heads, width), shaped(num_tokens, knobs.pop("key_heads", heads), width)
     pools = DeltaPools(*[shaped(3, heads, width, width)] * 4, decay, shaped(3, 16, heads, width))
     pieces = Pieces(*pieces, RowEntries(*pieces[:3]))
     return str(TPU.recurrence.advance.choose(tokens, pools, pieces, layer=(0, 0), **knobs))
@@ -105,8 +108,10 @@ def reason(*, num_tokens: int = 8, heads: int = 32, width: int = 128, per_channe
 def test_other_calls_are_for_the_reference():
     assert reason() == "delta_rule"
     assert reason(num_tokens=8193) == "xla (delta_rule: 8193 tokens, not 8192 or fewer)"
-    assert reason(delta=False) == "xla (delta_rule: the rule is not a delta rule with a decay per head)"
-    assert reason(per_channel=True) == "xla (delta_rule: the rule is not a delta rule with a decay per head)"
+    assert reason(delta=False) == "xla (delta_rule: the rule is not a delta rule)"
+    assert reason(per_channel=True) == "delta_rule"
+    shared = "xla (delta_rule: 32 heads with a decay per element share 16 key heads)"
+    assert reason(per_channel=True, key_heads=16) == shared
     assert reason(width=64) == "xla (delta_rule: keys of width 64 and values of width 64, not 128)"
     assert reason(places=0) == "xla (delta_rule: rings of decays have other places)"
     assert reason(heads=256) == "xla (delta_rule: 256 heads, not 128 or fewer)"

@@ -14,14 +14,16 @@ import pytest
 from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.kernels.attention_layer import TokenBatch
-from rayserve_moe.kernels.cpu_native import mamba2_call
-from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF, advance_layer
+from rayserve_moe.kernels.cpu_native import delta_call, mamba2_call
+from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF
 from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.operations import Kernels
+from rayserve_moe.kernels.reference.delta_gates import GateRule
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, DeltaPools, Pieces, RowEntries
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.model.families.qwen3_5_moe_text import spec_from_hf
 from rayserve_moe.model.layers.gated_delta import STATE, GatedDelta
+from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.layers.kinds import LayerInputs
 from rayserve_moe.model.layers.mamba2 import Mamba2
 from rayserve_moe.model.layers.table import MIXERS
@@ -41,6 +43,13 @@ SIZES = {
     "mamba2, as published": Mamba2(
         8, value_dim=64, num_key_heads=1, key_dim=128, num_taps=4, min_step=0.001, conv_bias=True
     ),
+    "a decay per element": KimiDelta(
+        3, head_dim=20, num_taps=3, gates=GateRule("sigmoid"), rank=6, decay_rates_in_block=True
+    ),
+    "bounded decays": KimiDelta(
+        2, head_dim=16, num_taps=4, gates=GateRule("sigmoid", decay_floor=-0.5, rounds_decays=True)
+    ),
+    "Kimi-Linear": KimiDelta(1, head_dim=128, num_taps=4, gates=GateRule("sigmoid"), rank=128),
 }
 SMALL = SIZES["odd widths"]
 EACH_KIND = pytest.mark.parametrize("own", [SMALL, SIZES["mamba2, odd widths"]], ids=lambda own: own.kind)
@@ -72,7 +81,8 @@ def weights_of(own: MixerSpec) -> dict[str, np.ndarray]:
     drawn = {}
     for name, each in specs.items():
         values = rng.standard_normal(each.shape, dtype=np.float32)
-        scale, offset = DRAWN.get(each.role.split("_", 1)[1], (WIDTH**-0.5, 0.0))
+        ends = (drawing for end, drawing in DRAWN.items() if each.role.endswith(end))
+        scale, offset = next(ends, (WIDTH**-0.5, 0.0))
         values = values * np.float32(scale) + np.float32(offset)
         drawn[name] = np.asarray(jnp.asarray(values, each.dtype).astype(jnp.float32))
     return drawn
@@ -270,7 +280,8 @@ BAD_PIECES = {
 @pytest.mark.parametrize("changes", [*BAD_PIECES.values()], ids=[*BAD_PIECES])
 def test_a_piece_outside_the_step_or_the_pools_is_refused(own, changes):
     weights, _ = program_of(own, CPU_NATIVE, "bfloat16", 8)
-    kernel = partial(mamba2_call.advance_layer, min_step=0.0) if isinstance(own, Mamba2) else advance_layer
+    kernel = partial(delta_call.advance_layer, gates=GateRule())
+    kernel = partial(mamba2_call.advance_layer, min_step=0.0) if isinstance(own, Mamba2) else kernel
     hidden = jnp.zeros((8, WIDTH), jnp.bfloat16)
 
     def run(values: dict[str, int]) -> np.ndarray:

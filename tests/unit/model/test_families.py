@@ -13,6 +13,7 @@ from rayserve_moe.kernels.reference.activations import ACTIVATIONS
 from rayserve_moe.kernels.reference.layers import SCORES
 from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, spec_from_config
 from rayserve_moe.model.layers.attention import BlockIndex
+from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RopeSpec, RouterSpec, UnsupportedModelError
 from tests.support.models.attention_specs import attention_of, latent_of, with_attention
 from tests.support.models.families import FAMILY_CASES, FAMILY_CONFIGS, FamilyCase, config_of
@@ -57,6 +58,31 @@ KNOBS = {
     "qwen2_moe-0": {"mixer.bias": True, "mixer.output_bias": False, "experts.shared": "sigmoid_gated"},
     "qwen2_moe-1": {"dense": (0, 2), "mixer.bias": False},
     "qwen2_moe-2": {"windows": (12, 0, 12), "experts.shared_size": 32},
+    "kimi_linear-0": {
+        "dense": (0,),
+        "mla.rope": None,
+        "kimi_delta.rank": 16,
+        "kimi_delta.gates.output": "sigmoid",
+        "router.scale": 2.446,
+        "experts.shared_size": 64,
+    },
+    "kimi_linear-1": {
+        "kimi_delta.num_heads": 2,
+        "kimi_delta.num_taps": 3,
+        "mla.q_lora_rank": 20,
+        "router.group_score": "top2_sum",
+    },
+    "kimi_linear-2": {"dense": (0, 2), "kimi_delta.head_dim": 8, "norm_eps": 1e-3, "mla.norm_eps": 1e-6},
+    "bailing_hybrid-0": {
+        "dense": (0,),
+        "mla.rope.interleaved": True,
+        "mla.output_gate": "sigmoid",
+        "kimi_delta.gates.decay_floor": -0.5,
+        "kimi_delta.gates.rounds_decays": True,
+        "kimi_delta.rank": None,
+    },
+    "bailing_hybrid-1": {"dense": (), "kimi_delta.gates.decay_floor": 0.0, "mla.rope.yarn.factor": 4.0},
+    "bailing_hybrid-2": {"dense": (1,), "kimi_delta.head_dim": 24, "kimi_delta.gates.decay_floor": -5.0},
     "mixtral-0": {"router.renormalize": True, "mixer.rope.theta": 1e6, "norm_eps": 1e-5, "windows": ()},
     "mixtral-1": {"windows": (12, 12, 12)},
     "mixtral-2": {"mixer.head_dim": 24},
@@ -609,6 +635,25 @@ REFUSED = {
     "scaled to nothing": ("deepseek_v3-0", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive"),
     "no full attention": ("qwen3_next-0", {"layer_types": ["linear_attention"] * 4}, "has no full_attention"),
     "unknown layer": ("qwen3_5_moe_text-0", {"layer_types": ["mamba"] * 4}, "layer_types must give each layer"),
+    "rotated Kimi": ("kimi_linear-0", {"mla_use_nope": False}, "mla_use_nope = False"),
+    "tied Kimi": ("kimi_linear-0", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+    "Kimi's convolution": (
+        "kimi_linear-0",
+        {"linear_conv_kernel_dim": 9},
+        "linear_conv_kernel_dim, .* = 9 is not from 2",
+    ),
+    "layers of no list": (
+        "kimi_linear-0",
+        {"layer_types": None, "linear_attn_config": {"full_attn_layers": "4"}},
+        "full_attn_layers must be a list of layers, found '4'",
+    ),
+    "layers of both kinds": (
+        "kimi_linear-0",
+        {"layer_types": None, "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3, 4]}},
+        r"kda_layers = \[1, 2, 3, 4\] contradicts full_attn_layers = \[4\]",
+    ),
+    "growing states": ("bailing_hybrid-0", {"kda_lower_bound": 0.5}, "kda_lower_bound must be a negative number"),
+    "rotated halves": ("bailing_hybrid-0", {"rope_interleave": False}, "rope_interleave = False"),
     "value heads": ("qwen3_next-0", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3 do not divide"),
     "long convolution": ("qwen3_5_moe_text-0", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim = 9"),
     "layers of no letter": (
@@ -757,7 +802,10 @@ def test_a_factor_of_null_follows_from_the_lengths():
     assert derived == given
 
 
+COMMON_KEYS = ("max_position_embeddings", "n_group", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok")
 OTHER_KEYS = {
+    "kimi_linear": ("linear_attn_config", *COMMON_KEYS),
+    "bailing_hybrid": ("full_attention_interval", *COMMON_KEYS),
     "gemma4_text": ("per_layer_config", "global_head_dim"),
     "laguna": ("gating_types", "mlp_only_layers", "num_attention_heads_per_layer"),
     "mimo_v2_flash": ("hybrid_layer_pattern", "moe_layer_freq", "sliding_window_size", "swa_rope_theta"),
@@ -769,6 +817,21 @@ OTHER_KEYS = {
     ),
 }
 """Keys that published files have instead of those that transformers writes."""
+
+
+def test_layers_of_published_kimi_linear_count_from_one():
+    linear = {"full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 8, "num_heads": 2}
+    linear["short_conv_kernel_size"] = 3
+    spec = spec_of("kimi_linear-0", layer_types=None, linear_attn_config=linear)
+    assert spec.layers_with_mixer("mla") == (1, 3)
+    own = spec.mixer("kimi_delta")
+    assert isinstance(own, KimiDelta)
+    assert (own.head_dim, own.num_heads, own.num_taps) == (8, 2, 3)
+
+
+def test_layers_of_kimi_linear_without_lists_are_those_of_its_class():
+    spec = spec_of("kimi_linear-2", layer_types=None)
+    assert spec.layers == spec_of("kimi_linear-2").layers
 
 
 @pytest.mark.parametrize("family", FAMILY_CONFIGS)

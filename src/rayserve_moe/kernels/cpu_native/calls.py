@@ -5,7 +5,7 @@
 
 # T tokens   D model width   K depth, and experts per token   N columns   F expert width   X expert slots of all layers
 # L layers   H query heads * h   G KV heads * h   h head width   A local query heads   C latent   r rotated width
-# B blocks   P page-table width, or pieces of a recurrence
+# B blocks   P page-table width
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.activations import SILU, Activation
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
-from rayserve_moe.kernels.reference.gated_delta import DeltaPools, Pieces
 from rayserve_moe.kernels.reference.layers import Rotation, WordMasses
 
 PREFIX = "rayserve_moe_"
@@ -55,8 +54,10 @@ PROJECTIONS = ("q_LDH", "k_LDG", "v_LDG", "o_LHD")
 GATES = ("gate_LDH", "gate_LDA")
 """Gates of each element of the queries, or of each head."""
 DELTA = ("q_LDK", "k_LDK", "v_LDH", "z_LDH", "b_LDH", "a_LDH")
+DELTA_IN_TWO = ("a_in_LDR", "z_in_LDR", "a_LRH", "z_LRH")
+"""Decays and output gates as two products each."""
+DELTA_VECTORS = ("q_taps_LJ1K", "k_taps_LJ1K", "v_taps_LJ1H")
 MAMBA2 = ("c_LDN", "b_LDN", "x_LDI", "z_LDI", "step_LDH", "o_LID")
-DELTA_VECTORS = ("q_taps_LJ1K", "k_taps_LJ1K", "v_taps_LJ1H", "decay_LH", "decay_bias_LH", "norm_Lv")
 NORMS = (("q_norm_L", "H"), ("k_norm_L", "G"))
 EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD")
 MLPS = ("gate_NDI", "up_NDI", "down_NID", "gate_MDS", "up_MDS", "down_MSD")
@@ -69,7 +70,10 @@ LATENT_VECTORS = ("q_a_norm_LR", "kv_a_norm_LC", "q_a_bias_LR", "kv_a_bias_LC")
 LAYOUT_OF = MappingProxyType(
     {
         **dict.fromkeys(
-            (*PROJECTIONS, *GATES, *DELTA, *MAMBA2, *LATENT, *INDEX_MATRICES, *BLOCK_MATRICES, *EXPERTS, *MLPS),
+            (
+                *(*PROJECTIONS, *GATES, *DELTA, *DELTA_IN_TWO, *MAMBA2, *LATENT),
+                *(*INDEX_MATRICES, *BLOCK_MATRICES, *EXPERTS, *MLPS),
+            ),
             "packed",
         ),
         **dict.fromkeys(("head", "v_b_LHC"), "packed_columns"),
@@ -318,7 +322,7 @@ def attend_latent_layer(
     assert all(len(array) == len(normed_TD) for array in of_tokens), "each token has a position, a slot and its angles"
     nothing, queries = jnp.zeros((0, 0), jnp.bfloat16), _first(weights, "q_b_LRH", "q_LDH")
     shapes = (jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
-    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={21: 1})
+    call = jax.ffi.ffi_call(f"{PREFIX}latent", shapes, input_output_aliases={22: 1})
     out_TD, kv_pages = call(
         normed_TD,
         weights.get("q_a_LDR", nothing),
@@ -332,8 +336,9 @@ def attend_latent_layer(
         jnp.asarray(num_pages, jnp.int32),
         _or_empty(query_scale_T, jnp.float32),
         _or_empty(chosen_TK, jnp.int32),
+        weights.get("gate_LDA", nothing[None]),
         kv_pages,
-        *adapter_arguments(adapters, ("q_a_LDR", queries, *LATENT_MATRICES)),
+        *adapter_arguments(adapters, ("q_a_LDR", queries, *LATENT_MATRICES, "gate_LDA")),
         num_singles=np.int64(batch.num_singles),
         nope_dim=np.int64(config.nope_dim),
         norm_eps=np.float32(config.norm_eps),
@@ -341,38 +346,6 @@ def attend_latent_layer(
         is_interleaved=config.interleaved_rotation,
     )
     return out_TD, kv_pages
-
-
-def advance_layer(
-    normed_TD: jax.Array,
-    weights: Mapping[str, jax.Array],
-    pools: DeltaPools,
-    pieces: Pieces,
-    *,
-    layer: jax.Array,
-    eps: float,
-) -> tuple[jax.Array, DeltaPools]:
-    """Compute a gated delta layer as `model.layers.gated_delta` does by XLA: float32 [T, D], and the pools, in place.
-
-    It rounds at the same places, except within the recurrence. `weights` are those of all layers, and `pools` hold
-    entries as the reference does. Rings have their own order, which nothing else reads: keys [R, K, d, C], fresh values
-    [R, H, C, v], decays [R, H, C]. A token that is not finite is computed as zeros, and its output is NaN.
-    """
-    columns = (*pieces[:-1], *pieces.entries)
-    shapes = [jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32)]
-    shapes += [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools]
-    first = 1 + len(DELTA) + 1 + len(DELTA_VECTORS) + 2
-    aliases = {first + place: 1 + place for place in range(len(pools))}
-    call = jax.ffi.ffi_call(f"{PREFIX}delta", shapes, input_output_aliases=aliases)
-    out_TD, *arrays = call(
-        normed_TD,
-        *(weights[name] for name in (*DELTA, "o_LHD", *DELTA_VECTORS)),
-        jnp.stack(columns, axis=-1),
-        jnp.asarray(layer, jnp.int32),
-        *pools,
-        eps=np.float32(eps),
-    )
-    return out_TD, DeltaPools(*arrays)
 
 
 def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, count: jax.Array) -> jax.Array:

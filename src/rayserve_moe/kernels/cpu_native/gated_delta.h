@@ -1,5 +1,6 @@
-// Gated delta layers: projections, convolution, recurrence on a grid of 64 tokens, gates and the output product. The
-// rule and its entries and rings are those of `kernels/reference/gated_delta.py`.
+// Layers with a delta rule: projections, convolution, recurrence on a grid of 64 tokens, gates and the output product.
+// The rule and its entries and rings are those of `kernels/reference/gated_delta.py`, with a decay for a head or for each
+// element of its keys.
 //
 // Each sum over elements or tokens is one chain in ascending order (`chains.h`), so a token's bits do not depend on the
 // tokens computed beside it. Arrays of a ring are ordered for these chains: see `DeltaPools`.
@@ -7,9 +8,11 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "chains.h"
+#include "logarithm.h"
 #include "projections.h"
 #include "scratch.h"
 #include "threads.h"
@@ -25,6 +28,11 @@ struct DeltaShapes {
   int64_t num_tokens, width, num_heads, num_key_heads, key_width, value_width, num_taps;
   int64_t num_entries, num_rows, num_pieces;  // entries and rows of this layer
   float eps;
+  int64_t num_decays = 1;      // of a head: 1, or the width of a key
+  int64_t rank = 0;            // width between the two products of decays, and of gates; 0: each is one product
+  float decay_floor = 0;       // decays are floor * sigmoid(rate * x); 0: -rate * softplus(x)
+  bool rounds_decays = false;  // to bfloat16
+  bool has_sigmoid = false;    // function of the output's gate; else SiLU
   int64_t per_key() const { return num_heads / num_key_heads; }
   int64_t q_width() const { return num_key_heads * key_width; }
   int64_t v_width() const { return num_heads * value_width; }
@@ -37,14 +45,15 @@ struct DeltaPools {
   float* window;  // [E, taps - 1, K, channels], oldest first
   float* keys;    // [R, K, d, 64]
   float* fresh;   // [R, H, 64, v]
-  float* decay;   // [R, H, 64], sums since the entry
+  float* decay;   // [R, H, decays, 64], sums since the entry
   float* inputs;  // [R, 16, K, channels], position p at p % 16
 };
 
 struct DeltaWeights {
   const bf16 *q, *k, *v, *z, *b, *a, *o;       // this layer's, packed
   const bf16 *q_taps, *k_taps, *v_taps;        // [taps, channels of all heads]
-  const float *log_decay, *decay_bias, *norm;  // [H], [H], [v]
+  const float *log_decay, *decay_bias, *norm;  // [H], [H, decays], [v]
+  const bf16 *a_in = nullptr, *z_in = nullptr;  // the first of two products, packed
 };
 
 // Biases of the convolution, of q, k and v of all heads; null: none.
@@ -59,7 +68,7 @@ struct DeltaPiece {
 // Rows of all tokens between the projections and the output product.
 struct DeltaRows {
   bf16 *q, *k, *v, *z, *b, *a, *gated;
-  float *decay, *beta;  // [T, H]
+  float *decay, *beta;  // [T, H, decays], [T, H]
   float* is_finite;     // [T], 1 or 0
 };
 
@@ -71,15 +80,19 @@ struct PieceBuffers {
   float *weights;  // [2 * piece, 64]
   float *sums;     // [2 * piece, v]
   float *mixed;    // [piece, channels]
-  float *folded;   // [d, 64]
+  float *folded;   // [d, 64], of a fold, or keys ahead of the piece with their decays up to its start
+  float *near;     // [2 * piece, d], rows times the decay since the piece's start
+  float *totals;   // [1 + piece, d], sums of decays at the piece's start, then up to its tokens
+  float *own;      // [piece, d], keys of the piece
 
   explicit PieceBuffers(const DeltaShapes& s) {
     thread_local Scratch<float> scratch;
     const int64_t d = s.key_width, twice = 2 * kPiece;
-    float* at = scratch.sized(twice * (2 * d + 2 * kChunk + s.value_width) + kPiece * s.channels() + d * kChunk + 16);
+    float* at = scratch.sized(twice * (5 * d + 2 * kChunk + s.value_width) + kPiece * s.channels() + d * kChunk + 16);
     const auto take = [&](int64_t size) { return std::exchange(at, at + size); };
     rows = take(twice * d), scaled = take(twice * d), dots = take(twice * kChunk), weights = take(twice * kChunk);
     sums = take(twice * s.value_width), mixed = take(kPiece * s.channels()), folded = take(d * kChunk);
+    near = take(twice * d), totals = take((1 + kPiece) * d), own = take(kPiece * d);
   }
 };
 
@@ -91,23 +104,39 @@ inline bool are_finite(const bf16* numbers, int64_t count) {
 
 inline float softplus(float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::abs(x))); }
 
+// Logarithms of the decays of a token.
+inline void find_decays(const DeltaShapes& s, const DeltaWeights& w, const bf16* a, float* decay) {
+  const int64_t count = s.num_decays;
+  for (int64_t h = 0; h < s.num_heads; ++h) {
+    const float rate = std::exp(w.log_decay[h]);
+    if (count == 1) {
+      decay[h] = -rate * softplus(narrow(a[h]) + w.decay_bias[h]);
+      continue;
+    }
+    for (int64_t e = h * count; e < (h + 1) * count; e += 16) {
+      const Mask lanes = lanes_of(e, (h + 1) * count);
+      const F16 x = wide(a + e, lanes) + load(lanes, w.decay_bias + e);
+      const F16 found = s.decay_floor < 0 ? gated_by_sigmoid(all(s.decay_floor), all(rate) * x) : all(-rate) * softplus(x);
+      put(decay + e, lanes, s.rounds_decays ? rounded(found) : found);
+    }
+  }
+}
+
 // Decays and betas of a token. If its projections are not finite, it is computed as zeros.
 inline void shape_token(const DeltaShapes& s, const DeltaWeights& w, const DeltaRows& rows, int64_t t) {
-  const int64_t heads = s.num_heads;
+  const int64_t heads = s.num_heads, decays = heads * s.num_decays;
   bf16 *q = rows.q + t * s.q_width(), *k = rows.k + t * s.q_width(), *v = rows.v + t * s.v_width();
-  const bf16 *a = rows.a + t * heads, *b = rows.b + t * heads;
-  float *decay = rows.decay + t * heads, *beta = rows.beta + t * heads;
+  const bf16 *a = rows.a + t * decays, *b = rows.b + t * heads;
+  float *decay = rows.decay + t * decays, *beta = rows.beta + t * heads;
   bool is_finite = are_finite(q, s.q_width()) && are_finite(k, s.q_width()) && are_finite(v, s.v_width()) &&
-                   are_finite(a, heads) && are_finite(b, heads);
-  for (int64_t h = 0; h < heads; ++h) {
-    decay[h] = -std::exp(w.log_decay[h]) * softplus(narrow(a[h]) + w.decay_bias[h]);
-    beta[h] = 1.0f / (1.0f + std::exp(-narrow(b[h])));
-    is_finite = is_finite && std::isfinite(decay[h]);
-  }
+                   are_finite(a, decays) && are_finite(b, heads);
+  find_decays(s, w, a, decay);
+  for (int64_t i = 0; i < decays; ++i) is_finite = is_finite && std::isfinite(decay[i]);
+  for (int64_t h = 0; h < heads; ++h) beta[h] = 1.0f / (1.0f + std::exp(-narrow(b[h])));
   rows.is_finite[t] = is_finite;
   if (is_finite) return;
   std::fill_n(q, s.q_width(), bf16{}), std::fill_n(k, s.q_width(), bf16{}), std::fill_n(v, s.v_width(), bf16{});
-  std::fill_n(decay, heads, 0.0f), std::fill_n(beta, heads, 0.0f);
+  std::fill_n(decay, decays, 0.0f), std::fill_n(beta, heads, 0.0f);
 }
 
 // The pieces of one row in a step, for one key head and its value heads.
@@ -138,7 +167,7 @@ class DeltaHead {
   }
   float* keys(int64_t row) const { return pools_.keys + (row * s_.num_key_heads + head_) * s_.key_width * kChunk; }
   float* fresh(int64_t row, int64_t h) const { return pools_.fresh + (row * s_.num_heads + h) * kChunk * s_.value_width; }
-  float* decay(int64_t row, int64_t h) const { return pools_.decay + (row * s_.num_heads + h) * kChunk; }
+  float* decay(int64_t row, int64_t h) const { return pools_.decay + (row * s_.num_heads + h) * s_.num_decays * kChunk; }
   float* inputs(int64_t row, int64_t position) const {
     return pools_.inputs + ((row * kWindowRows + position % kWindowRows) * s_.num_key_heads + head_) * s_.channels();
   }
@@ -151,18 +180,21 @@ class DeltaHead {
     const int64_t d = s_.key_width, v = s_.value_width;
     for (int64_t i = 0; i < s_.per_key(); ++i) {
       const int64_t h = head_ * s_.per_key() + i;
-      const float* const decays = decay(p.row, h);
-      const F16 last = all(decays[kChunk - 1]), kept = exponential(last);
-      for (int64_t j = 0; j < kChunk; j += 16) {
-        const F16 factor = exponential(last - load(decays + j));
-        for (int64_t e = 0; e < d; ++e)
-          put(buffers_.folded + e * kChunk + j, load(keys(p.row) + e * kChunk + j) * factor);
-      }
       const float* const from = state(entry, h);
       float* const to = state(p.own, h);
-      for (int64_t e = 0; e < d * v; e += 16) {
-        const Mask lanes = lanes_of(e, d * v);
-        put(to + e, lanes, load(lanes, from + e) * kept);
+      const int64_t of_decay = d / s_.num_decays;  // elements of a key
+      for (int64_t first = 0; first < d; first += of_decay) {
+        const float* const decays = decay(p.row, h) + first / of_decay * kChunk;
+        const F16 last = all(decays[kChunk - 1]), kept = exponential(last);
+        for (int64_t j = 0; j < kChunk; j += 16) {
+          const F16 factor = exponential(last - load(decays + j));
+          for (int64_t e = first; e < first + of_decay; ++e)
+            put(buffers_.folded + e * kChunk + j, load(keys(p.row) + e * kChunk + j) * factor);
+        }
+        for (int64_t e = first * v, end = (first + of_decay) * v; e < end; e += 16) {
+          const Mask lanes = lanes_of(e, end);
+          put(to + e, lanes, load(lanes, from + e) * kept);
+        }
       }
       add_chains(d, {buffers_.folded, kChunk, 1}, kChunk, fresh(p.row, h), v, to, v, v);
     }
@@ -220,7 +252,8 @@ class DeltaHead {
     }
   }
 
-  // Norms keys and queries, adds the keys to the ring, and multiplies both by all keys up to the newest.
+  // Norms keys and queries, adds the keys to the ring, and, with a decay per head, multiplies both by all keys up to the
+  // newest.
   void shape_rows(const DeltaPiece& p) const {
     const int64_t d = s_.key_width;
     for (int64_t i = 0; i < p.count; ++i) {
@@ -228,15 +261,22 @@ class DeltaHead {
       make_unit(mixed + d, 1.0f, buffers_.rows + i * d);
       make_unit(mixed, 1.0f / std::sqrt(float(d)), buffers_.rows + (p.count + i) * d);
     }
-    multiply_by_keys(p);
+    add_keys(p);
+    if (s_.num_decays == 1) multiply_by_keys(p);  // else `weigh_elements` multiplies
   }
 
-  // Adds the keys of a piece to the ring, and multiplies its keys and queries by all keys up to the newest.
-  void multiply_by_keys(const DeltaPiece& p) const {
+  // Adds the keys of a piece to the ring.
+  void add_keys(const DeltaPiece& p) const {
     const int64_t d = s_.key_width, first = p.start % kChunk + p.known;
     float* const ring = keys(p.row);
     for (int64_t i = 0; i < p.count; ++i)
       for (int64_t e = 0; e < d; ++e) ring[e * kChunk + first + i] = buffers_.rows[i * d + e];
+  }
+
+  // Multiplies the keys and queries of a piece by all keys up to the newest.
+  void multiply_by_keys(const DeltaPiece& p) const {
+    const int64_t d = s_.key_width, first = p.start % kChunk + p.known;
+    const float* const ring = keys(p.row);
     const int64_t columns = (first + p.count + 15) / 16 * 16;
     std::fill_n(buffers_.dots, 2 * p.count * kChunk, 0.0f);
     add_chains(2 * p.count, {buffers_.rows, d, 1}, d, ring, kChunk, buffers_.dots, kChunk, columns);
@@ -275,11 +315,63 @@ class DeltaHead {
     }
   }
 
+  // The same with a decay for each element. Between tokens ahead of the piece and those in it, decays meet at its start,
+  // so that both factors are at most 1; between tokens of the piece, logarithms are subtracted first.
+  void weigh_elements(const DeltaPiece& p, int64_t h) const {
+    const int64_t d = s_.key_width, past = p.start % kChunk, end = past + p.known + p.count;
+    const float* const ring = keys(p.row);
+    for (int64_t e = 0; e < d; ++e) {
+      float* const sums = decay(p.row, h) + e * kChunk;
+      for (int64_t i = 0; i < p.count; ++i) {
+        const int64_t at = past + p.known + i;
+        sums[at] = (at ? sums[at - 1] : 0.0f) + rows_.decay[((p.token + i) * s_.num_heads + h) * d + e];
+      }
+      const float start = buffers_.totals[e] = past ? sums[past - 1] : 0.0f;
+      for (int64_t j = 0; j < past; j += 16) {
+        const Mask lanes = lanes_of(j, past);
+        put(buffers_.folded + e * kChunk + j, lanes,
+            load(lanes, ring + e * kChunk + j) * exponential(all(start) - load(lanes, sums + j)));
+      }
+      for (int64_t j = past; j < end; ++j) {
+        buffers_.totals[(1 + j - past) * d + e] = sums[j];
+        buffers_.own[(j - past) * d + e] = ring[e * kChunk + j];
+      }
+    }
+    for (int64_t i = 0; i < p.count; ++i)
+      for (int64_t e = 0; e < d; e += 16) {
+        const Mask lanes = lanes_of(e, d);
+        const F16 sum = load(lanes, buffers_.totals + (1 + p.known + i) * d + e);
+        const F16 since_entry = exponential(sum), since_start = exponential(sum - load(lanes, buffers_.totals + e));
+        for (int64_t r : {i, p.count + i}) {
+          const F16 row = load(lanes, buffers_.rows + r * d + e);
+          put(buffers_.scaled + r * d + e, lanes, row * since_entry);
+          put(buffers_.near + r * d + e, lanes, row * since_start);
+        }
+      }
+    std::fill_n(buffers_.weights, 2 * p.count * kChunk, 0.0f);
+    add_chains(2 * p.count, {buffers_.near, d, 1}, d, buffers_.folded, kChunk, buffers_.weights, kChunk, past);
+    for (int64_t i = 0; i < p.count; ++i)
+      for (int64_t j = 0; j <= p.known + i; ++j)
+        for (int64_t r : {i, p.count + i})
+          buffers_.weights[r * kChunk + past + j] =
+              decayed(buffers_.rows + r * d, buffers_.own + j * d, buffers_.totals + (1 + p.known + i) * d, buffers_.totals + (1 + j) * d);
+  }
+
+  // The product of a row and a key with the decays between them.
+  float decayed(const float* row, const float* key, const float* at_row, const float* at_key) const {
+    F16 sum = zeros();
+    for (int64_t e = 0; e < s_.key_width; e += 16) {
+      const Mask lanes = lanes_of(e, s_.key_width);
+      sum = fma(load(lanes, row + e) * load(lanes, key + e), exponential(load(lanes, at_row + e) - load(lanes, at_key + e)), sum);
+    }
+    return total(sum);
+  }
+
   // The rule for one value head, the `in_key`-th of its key head: what the state and the ring say, the fresh values one
   // after the other, then the outputs.
   void advance(const DeltaPiece& p, int64_t h, int64_t in_key, int64_t entry) const {
     const int64_t d = s_.key_width, v = s_.value_width, past = p.start % kChunk, first = past + p.known;
-    weigh(p, h);
+    s_.num_decays > 1 ? weigh_elements(p, h) : weigh(p, h);
     float* const ring = fresh(p.row, h);
     std::fill_n(buffers_.sums, 2 * p.count * v, 0.0f);
     add_chains(2 * p.count, {buffers_.scaled, d, 1}, d, state(entry, h), v, buffers_.sums, v, v);
@@ -302,7 +394,7 @@ class DeltaHead {
     }
   }
 
-  // Norms an output and multiplies it by the SiLU of its gate.
+  // Norms an output and multiplies it by the function of its gate.
   void gate(int64_t t, int64_t h, const float* out) const {
     const int64_t v = s_.value_width;
     const bf16* const z = rows_.z + t * s_.v_width() + h * v;
@@ -320,7 +412,7 @@ class DeltaHead {
     for (int64_t c = 0; c < v; c += 16) {
       const Mask lanes = lanes_of(c, v);
       const F16 normed = load(lanes, out + c) * shrink * load(lanes, w_.norm + c), g = wide(z + c, lanes);
-      store(to + c, normed * gated_by_sigmoid(g, g), lanes);
+      store(to + c, s_.has_sigmoid ? gated_by_sigmoid(normed, g) : normed * gated_by_sigmoid(g, g), lanes);
     }
   }
 
@@ -349,14 +441,19 @@ inline void delta_layer(const DeltaShapes& s, const DeltaWeights& w, const Delta
                         const DeltaPiece* pieces, float* out) {
   thread_local Scratch<bf16> narrow_rows;
   thread_local Scratch<float> wide_rows;
-  const int64_t T = s.num_tokens, q = s.q_width(), v = s.v_width(), heads = s.num_heads;
-  bf16* at = narrow_rows.sized(T * (2 * q + 3 * v + 2 * heads));
+  const int64_t T = s.num_tokens, q = s.q_width(), v = s.v_width(), heads = s.num_heads, decays = heads * s.num_decays;
+  bf16* at = narrow_rows.sized(T * (2 * q + 3 * v + heads + decays + 2 * s.rank));
   const auto take = [&](int64_t width) { return std::exchange(at, at + T * width); };
-  DeltaRows rows{take(q), take(q), take(v), take(v), take(heads), take(heads), take(v), nullptr, nullptr, nullptr};
-  rows.decay = wide_rows.sized(T * (2 * heads + 1));
-  rows.beta = rows.decay + T * heads, rows.is_finite = rows.beta + T * heads;
+  DeltaRows rows{take(q), take(q), take(v), take(v), take(heads), take(decays), take(v), nullptr, nullptr, nullptr};
+  rows.decay = wide_rows.sized(T * (decays + heads + 1));
+  rows.beta = rows.decay + T * decays, rows.is_finite = rows.beta + T * heads;
+  bf16 *const a_mid = take(s.rank), *const z_mid = take(s.rank);
+  const Projection a{w.a, nullptr, rows.a, decays}, z{w.z, nullptr, rows.z, v};
+  const Projection a_first = s.rank ? Projection{w.a_in, nullptr, a_mid, s.rank} : a;
+  const Projection z_first = s.rank ? Projection{w.z_in, nullptr, z_mid, s.rank} : z;
   project(hidden, T, s.width, {{w.q, nullptr, rows.q, q}, {w.k, nullptr, rows.k, q}, {w.v, nullptr, rows.v, v},
-                               {w.z, nullptr, rows.z, v}, {w.b, nullptr, rows.b, heads}, {w.a, nullptr, rows.a, heads}});
+                               z_first, {w.b, nullptr, rows.b, heads}, a_first});
+  if (s.rank) project(a_mid, T, s.rank, {a}), project(z_mid, T, s.rank, {z});
   for_pieces(T, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) shape_token(s, w, rows, t);
     std::fill(rows.gated + begin * v, rows.gated + end * v, bf16{});  // padding stays zeros

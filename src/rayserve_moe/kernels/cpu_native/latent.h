@@ -43,14 +43,16 @@ struct LatentArrays {
   int64_t num_chosen;                            // K
   bf16* pool;                                    // this layer's pages, [pages, page, 1, C + r]
   float* out;                                    // [T, D]
-  Adapters q_a_adapters, q_b_adapters, kv_a_adapters, k_b_adapters, v_b_adapters, o_adapters;
+  const bf16* gate = nullptr;  // [D, A], packed, of the heads' outputs; null: none
+  Adapters q_a_adapters, q_b_adapters, kv_a_adapters, k_b_adapters, v_b_adapters, o_adapters, gate_adapters;
 };
 
 // Rows of the steps between.
 struct LatentRows {
   Scratch<bf16> latents, query_latents, queries;  // [T, C + r], [T, R], [T, A, n + r]
   Scratch<bf16> absorbed, attended, values;       // [T, A, C + r], [T, A, C], [T, A, v]
-  AdaptedRows keys_adapted, queries_adapted;
+  Scratch<bf16> gates;                            // [T, A]
+  AdaptedRows keys_adapted, queries_adapted, gates_adapted;
   Scratch<float> ranks;                           // of each head of the tokens with adapters, [T, A, rank]
 
   void fit(const LatentShapes& s) {
@@ -262,6 +264,16 @@ inline void expand(const LatentShapes& s, const LatentArrays& a, LatentRows& row
   });
 }
 
+// Multiplies the values of each head by the sigmoid of its gate.
+inline void gate_heads(const LatentShapes& s, const LatentArrays& a, LatentRows& rows) {
+  AttentionShapes shapes = s.batch;
+  shapes.value_width = s.value, shapes.gate_width = s.heads();
+  bf16* const gates = rows.gates.sized(s.batch.num_tokens * s.heads());
+  rows.gates_adapted.find(a.gate_adapters, a.hidden, s.batch.width, s.batch.num_tokens);
+  project(a.hidden, s.batch.num_tokens, s.batch.width, {{a.gate, nullptr, gates, s.heads(), &rows.gates_adapted}});
+  gate_rows(shapes, rows.values.data(), gates);
+}
+
 inline void latent_attention_layer(const LatentShapes& s, const LatentArrays& a) {
   thread_local LatentRows rows_here;
   LatentRows& rows = rows_here;
@@ -275,6 +287,7 @@ inline void latent_attention_layer(const LatentShapes& s, const LatentArrays& a)
   absorb(s, a, rows);
   attend_to_latents(s, a, rows);
   expand(s, a, rows);
+  if (a.gate) gate_heads(s, a, rows);
   multiply_adapted(rows.values.data(), num_tokens, s.heads() * s.value, a.o, s.batch.width, a.out, a.o_adapters);
 }
 

@@ -60,6 +60,7 @@ class Mamba2Group : private DeltaHead {
       std::copy_n(mixed + d, d, buffers_.rows + i * d);
       std::copy_n(mixed, d, buffers_.rows + (p.count + i) * d);
     }
+    add_keys(p);
     multiply_by_keys(p);
   }
 

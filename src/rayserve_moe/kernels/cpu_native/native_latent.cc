@@ -8,7 +8,7 @@ namespace {
 
 ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b, Bf16 o, Bf16 q_a_norm, Bf16 kv_a_norm,
                   Bf16 q_a_bias, Bf16 kv_a_bias, F32 cos, F32 sin, S32 kv_slots, S32 positions, S32 page_table,
-                  S32 layer, S32 first_page, S32 num_pages, F32 query_scale, S32 chosen, Bf16 pool, int64_t num_singles,
+                  S32 layer, S32 first_page, S32 num_pages, F32 query_scale, S32 chosen, Bf16 gate, Bf16 pool, int64_t num_singles,
                   int64_t nope_dim, float norm_eps, float scale, bool is_interleaved, ffi::RemainingArgs adapters,
                   ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::BF16> pool_out) {
@@ -35,7 +35,7 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
       !is(v_b, {num_layers, s.heads() * s.value, s.latent}) || !is(o, {num_layers, s.heads() * s.value, b.width}) ||
       !is(kv_a_norm, {num_layers, s.latent}) || !is_absent_or(kv_a_bias, {num_layers, s.cached()}) ||
       (s.query_latent && !is(q_a_norm, {num_layers, s.query_latent})) ||
-      !is_absent_or(q_a_bias, {num_layers, s.query_latent}) || !is(pool, {size_of(pool, 0), b.page_size, 1, s.cached()}))
+      !is_absent_or(q_a_bias, {num_layers, s.query_latent}) || !is_absent_or(gate, {num_layers, b.width, s.heads()}) || !is(pool, {size_of(pool, 0), b.page_size, 1, s.cached()}))
     return wrong("weights of latent attention do not fit each other");
   if (!is(cos, {b.num_tokens, half}) || !is(sin, {b.num_tokens, half}) || !is(kv_slots, {b.num_tokens}) ||
       !is(positions, {b.num_tokens}) || !is_absent_or(query_scale, {b.num_tokens}) ||
@@ -60,12 +60,12 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
       places.page_table, query_scale.element_count() ? query_scale.typed_data() : nullptr,
       num_chosen ? chosen.typed_data() : nullptr, num_chosen,
       reinterpret_cast<native::bf16*>(pool_out->untyped_data()) + begin * b.page_size * s.cached(),
-      out->typed_data()};
+      out->typed_data(), gate.element_count() ? of_layer(gate, at) : nullptr};
   AdapterArguments given(adapters, at, b.num_tokens);
   given.read(arrays.q_a_adapters, b.width, s.query_latent), given.read(arrays.q_b_adapters, depth, s.heads() * s.head());
   given.read(arrays.kv_a_adapters, b.width, s.cached()), given.read(arrays.k_b_adapters, s.latent, s.heads() * s.nope);
   given.read(arrays.v_b_adapters, s.latent, s.heads() * s.value);
-  given.read(arrays.o_adapters, s.heads() * s.value, b.width);
+  given.read(arrays.o_adapters, s.heads() * s.value, b.width), given.read(arrays.gate_adapters, b.width, s.heads());
   if (given.are_wrong()) return wrong("adapters of latent attention do not fit its weights");
   native::latent_attention_layer(s, arrays);
   return ffi::Error::Success();
@@ -78,5 +78,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeLatent, Latent,
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>()
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<S32>()
                                   .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<S32>().Arg<Bf16>()
-                                  .Attr<int64_t>("num_singles").Attr<int64_t>("nope_dim").Attr<float>("norm_eps")
+                                  .Arg<Bf16>().Attr<int64_t>("num_singles").Attr<int64_t>("nope_dim").Attr<float>("norm_eps")
                                   .Attr<float>("scale").Attr<bool>("is_interleaved").RemainingArgs().Ret<F32>().Ret<Bf16>());

@@ -32,6 +32,8 @@ class VisitShape:
     """Holds queries and keys exactly."""
     num_before: int
     """Inputs of the convolution in an entry."""
+    by_element: bool = False
+    """True for a decay per element of a key."""
 
     @property
     def heads_of_key(self) -> int:
@@ -72,8 +74,8 @@ class PieceRefs(NamedTuple):
     queries_NKd: Any
     keys_NKd: Any
     values_NHv: Any
-    decay_N1M: Any
-    """Logarithms of decays, zeros behind the last head."""
+    decays_N: Any
+    """Logarithms of decays: [N, 1, M] with zeros behind the last head, or [N, H, d] by element."""
     beta_N1M: Any
     inputs_TKW: Any
     """Inputs of the convolution of all tokens, in HBM."""
@@ -85,20 +87,23 @@ class DeltaScratch(NamedTuple):
     state_BHdv: Any
     keys_BCKd: Any
     fresh_BCHv: Any
-    decay_BHL: Any
+    decay_B: Any
+    """Sums of decays: [B, H, L], or [B, C, H, d] by element."""
     keys_KCd: Any
     fresh_HCv: Any
-    decay_CM: Any
-    """Rings of the visit that is computed, by heads, and sums of decays with heads along lanes."""
+    decay_by_head: Any
+    """Rings of the visit that is computed, by heads. Sums of decays have heads along lanes, [C, M], or are [H, C, d] by
+    element."""
     queries_KNd: Any
     values_HNv: Any
     out_HNv: Any
     """Tokens of the piece, by heads."""
     reach_HL: Any
-    """Sums of decays of the ring, and behind them those of the piece."""
+    """Sums of decays of the ring, and behind them those of the piece; not used by element."""
     new_keys_SNKd: Any
     new_fresh_SNHv: Any
-    new_decay_SHL: Any
+    new_decay_S: Any
+    """Sums of decays of a visit, [S, H, L], or of a piece by element, [S, N, H, d]."""
     out_SNHv: Any
     num_done: Any
     """Number of pieces, and of visits, whose writes the core has begun, and tokens of the last pieces of both sides."""
@@ -140,17 +145,17 @@ def scratch_of(shape: VisitShape) -> tuple[DeltaScratch, DeltaSemaphores]:
         vmem(NUM_BUFFERS, heads, LANES, LANES),
         vmem(NUM_BUFFERS, CHUNK, key_heads, *wide),
         vmem(NUM_BUFFERS, CHUNK, heads, *wide),
-        vmem(NUM_BUFFERS, heads, *wide),
+        vmem(NUM_BUFFERS, *((CHUNK, heads) if shape.by_element else (heads,)), *wide),
         vmem(key_heads, CHUNK, *wide),
         vmem(heads, CHUNK, *wide),
-        vmem(LANES, *wide),
+        vmem(*((heads, CHUNK) if shape.by_element else (LANES,)), *wide),
         vmem(key_heads, PIECE, *wide),
         vmem(heads, PIECE, *wide),
         vmem(heads, PIECE, *wide),
         vmem(heads, *wide),
         vmem(2, PIECE, key_heads, *wide),
         vmem(2, PIECE, heads, *wide),
-        vmem(2, heads, *wide),
+        vmem(2, *((PIECE, heads) if shape.by_element else (heads,)), *wide),
         vmem(2, PIECE, heads, *wide),
         pltpu.SMEM((4,), jnp.int32),
     )

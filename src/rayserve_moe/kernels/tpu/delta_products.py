@@ -47,16 +47,15 @@ def multiply(
     up to its tokens, and betas, with heads along lanes.
     """
     start, known = place
-    row_X1, column_R = _iota((2 * PIECE, 1), 0), _iota((1, REACH), 1)
+    row_X1, column_R = iota((2 * PIECE, 1), 0), iota((1, REACH), 1)
     token_X1 = jnp.where(row_X1 < PIECE, row_X1, row_X1 - PIECE - 1)
     is_seen_XR = ((column_R < start) | (column_R >= CHUNK)) & (column_R - CHUNK <= token_X1)
-    reach = _Reach(start, _iota((PIECE, 1), 0) < known, _iota((CHUNK, 1), 0) < start, is_seen_XR)
-    size = _group_size(call.shape.num_key_heads, call.shape.heads_of_key, MAX_HEADS)
+    reach = _Reach(start, iota((PIECE, 1), 0) < known, iota((CHUNK, 1), 0) < start, is_seen_XR)
+    size = group_size(call.shape.num_key_heads, call.shape.heads_of_key, MAX_HEADS)
     num_lanes = size * call.shape.heads_of_key
 
     def of_group(group: jax.Array, carry: None) -> None:
-        shift = jnp.where(group > 0, LANES - group * num_lanes, 0)
-        total_NM, beta_NM = (pltpu.roll(each, shift, 1)[:, :num_lanes] for each in decays)
+        total_NM, beta_NM = (lanes_of_group(each, group, num_lanes) for each in decays)
         _multiply_group(call, buffer, (group, size), reach, (total_NM, beta_NM))
 
     jax.lax.fori_loop(0, call.shape.num_key_heads // size, of_group, None)
@@ -85,7 +84,7 @@ def _multiply_group(
         for key_head, keys_Nd in zip(key_heads, keys, strict=True)
     ]
     scores = [
-        _dot(rows_Xd, jnp.concatenate([scratch.keys_KCd[key_head], keys_Nd]).astype(dtype), (1, 1))
+        dot(rows_Xd, jnp.concatenate([scratch.keys_KCd[key_head], keys_Nd]).astype(dtype), (1, 1))
         for key_head, keys_Nd, rows_Xd in zip(key_heads, keys, rows, strict=True)
     ]
     states = [[scratch.state_BHdv[buffer, head] for head in _of_key(heads, each, heads_of_key)] for each in range(size)]
@@ -107,9 +106,14 @@ def _multiply_group(
         fresh_Nv = jnp.where(reach.is_known_N1, scratch.fresh_HCv[head, tile, :], fresh_Nv)
         ahead_NR = jnp.where(reach.is_known_N1, 0.0, betas[lane] * seen_XR[PIECE:])
         unsolved.append((out_Nv, fresh_Nv, seen_XR[:PIECE, CHUNK:], ahead_NR[:, CHUNK:]))
-    for head, (out_Nv, fresh_Nv) in zip(heads, _solved(unsolved), strict=True):
+    for head, (out_Nv, fresh_Nv) in zip(heads, solved(unsolved), strict=True):
         scratch.fresh_HCv[head, tile, :] = fresh_Nv
         scratch.out_HNv[head] = out_Nv
+
+
+def lanes_of_group(rows_NM: jax.Array, group: jax.Array, size: int) -> jax.Array:
+    """Return the `size` lanes of a group of heads."""
+    return pltpu.roll(rows_NM, jnp.where(group > 0, LANES - group * size, 0), 1)[:, :size]
 
 
 def _of_key(heads: list[Any], key_head: int, heads_of_key: int) -> list[Any]:
@@ -117,13 +121,13 @@ def _of_key(heads: list[Any], key_head: int, heads_of_key: int) -> list[Any]:
     return heads[key_head * heads_of_key :][:heads_of_key]
 
 
-def _group_size(num_key_heads: int, heads_of_key: int, max_heads: int) -> int:
+def group_size(num_key_heads: int, heads_of_key: int, max_heads: int) -> int:
     """Return the number of key heads whose products overlap."""
     sizes = (size for size in range(1, num_key_heads + 1) if num_key_heads % size == 0)
     return max((size for size in sizes if size * heads_of_key <= max_heads), default=1)
 
 
-def _solved(
+def solved(
     unsolved: list[tuple[jax.Array, jax.Array, jax.Array, jax.Array]],
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Return outputs and fresh values of heads: a token's are final once those of all tokens before it are taken.
@@ -142,7 +146,8 @@ def _solved(
     return [(out_Nv, fresh_Nv) for out_Nv, fresh_Nv, *_ in unsolved]
 
 
-def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    """Return the index of each element along an axis."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
@@ -165,18 +170,18 @@ def _by_states(rows_Xd: jax.Array, states: list[jax.Array]) -> list[jax.Array]:
     """Return the products of rows with the state of each head."""
     wide = jnp.concatenate(states, axis=1)
     if rows_Xd.dtype == jnp.float32:
-        products = _dot(rows_Xd, wide, (1, 0))
+        products = dot(rows_Xd, wide, (1, 0))
     else:
         high, middle, low = _parts(wide)
         twice = jnp.concatenate([rows_Xd, rows_Xd], axis=1)
-        products = _dot(twice, jnp.concatenate([high, middle]), (1, 0)) + _dot(rows_Xd, low, (1, 0))
+        products = dot(twice, jnp.concatenate([high, middle]), (1, 0)) + dot(rows_Xd, low, (1, 0))
     return jnp.split(products, len(states), axis=1)
 
 
 def _by_rings(weights: list[jax.Array], rings: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
     """Return the products of the weights of each head with its fresh values, both in float32."""
     if dtype == jnp.float32:
-        return [_dot(*each, (1, 0)) for each in zip(weights, rings, strict=True)]
+        return [dot(*each, (1, 0)) for each in zip(weights, rings, strict=True)]
     found = []
     for first in range(0, len(weights), 2):
         # A matrix unit is as wide as two heads; each row needs one of them.
@@ -184,7 +189,7 @@ def _by_rings(weights: list[jax.Array], rings: list[jax.Array], dtype: jax.typin
         rows_XC, size = jnp.concatenate(weights[pair]), len(weights[0])
         num_rows, rows = len(rows_XC), _parts(rows_XC)
         high, middle, low = (
-            _dot(jnp.concatenate(rows[: 3 - each]), part_Cv, (1, 0))
+            dot(jnp.concatenate(rows[: 3 - each]), part_Cv, (1, 0))
             for each, part_Cv in enumerate(_parts(jnp.concatenate(rings[pair], axis=1)))
         )
         of_small = high[2 * num_rows :] + middle[num_rows:] + low
@@ -193,7 +198,7 @@ def _by_rings(weights: list[jax.Array], rings: list[jax.Array], dtype: jax.typin
     return found
 
 
-def _dot(one: jax.Array, other: jax.Array, over: tuple[int, int]) -> jax.Array:
+def dot(one: jax.Array, other: jax.Array, over: tuple[int, int]) -> jax.Array:
     """Return a product over a dimension of each, with sums in float32; float32 is multiplied as such."""
     precision = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else None
     dims = (((over[0],), (over[1],)), ((), ()))
@@ -203,13 +208,13 @@ def _dot(one: jax.Array, other: jax.Array, over: tuple[int, int]) -> jax.Array:
 def fold(call: Call, buffer: jax.Array) -> None:
     """Replace the state of a visit by the state after its full ring."""
     scratch, shape = call.scratch, call.shape
-    decay_HL = scratch.decay_BHL[buffer]
+    decay_HL = scratch.decay_B[buffer]
     last_H1 = decay_HL[:, CHUNK - 1 : CHUNK]
     # Behind the weights of the ring stand those of the state.
-    is_ring_L = _iota((1, LANES), 1) < CHUNK
+    is_ring_L = iota((1, LANES), 1) < CHUNK
     weights_HL = jnp.exp(jnp.where(is_ring_L, last_H1 - decay_HL, last_H1))
     weights_LM = jnp.pad(weights_HL, ((0, LANES - shape.num_heads), (0, 0))).T
-    size = _group_size(shape.num_key_heads, shape.heads_of_key, MAX_FOLDED)
+    size = group_size(shape.num_key_heads, shape.heads_of_key, MAX_FOLDED)
     num_lanes = size * shape.heads_of_key
 
     def fold_group(group: jax.Array, carry: None) -> None:
@@ -238,8 +243,8 @@ def _by_keys(keys_Cd: jax.Array, fresh: list[jax.Array], dtype: jax.typing.DType
     """Return the sums over tokens of products of keys and fresh values, for each head."""
     fresh_Cv = jnp.concatenate(fresh, axis=1)
     if dtype == jnp.float32:
-        added = _dot(keys_Cd, fresh_Cv, (0, 0))
+        added = dot(keys_Cd, fresh_Cv, (0, 0))
     else:
-        high, middle, low = (_dot(keys_Cd.astype(dtype), part, (0, 0)) for part in _parts(fresh_Cv))
+        high, middle, low = (dot(keys_Cd.astype(dtype), part, (0, 0)) for part in _parts(fresh_Cv))
         added = high + (middle + low)
     return jnp.split(added, len(fresh), axis=1)

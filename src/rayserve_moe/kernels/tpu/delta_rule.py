@@ -49,15 +49,18 @@ def unsupported_reason(
     (num_tokens, num_heads, width), key_heads = tokens.values_THv.shape, tokens.keys_TKd.shape[1]
     if num_tokens > MAX_TOKENS:
         return f"{num_tokens} tokens, not {MAX_TOKENS} or fewer"
-    if not delta or tokens.decay_THx.shape[2] != 1:
-        return "the rule is not a delta rule with a decay per head"
+    num_decays = tokens.decay_THx.shape[2]
+    if not delta:
+        return "the rule is not a delta rule"
+    if num_decays > 1 and num_heads != key_heads:
+        return f"{num_heads} heads with a decay per element share {key_heads} key heads"
     if (tokens.keys_TKd.shape[2], width) != (LANES, LANES):
         return f"keys of width {tokens.keys_TKd.shape[2]} and values of width {width}, not {LANES}"
-    if pools.decay_RCHx.shape[1:] != (num_heads, LANES):
+    if pools.decay_RCHx.shape[1:] != ((num_heads, LANES) if num_decays == 1 else (CHUNK, num_heads, LANES)):
         return "rings of decays have other places"
     if num_heads > LANES:
         return f"{num_heads} heads, not {LANES} or fewer"
-    ring = CHUNK * (num_heads + key_heads)
+    ring = CHUNK * (num_heads + key_heads + num_heads * (num_decays > 1))
     held = 4 * LANES * (NUM_BUFFERS * (num_heads * LANES + ring) + ring)
     if held > MAX_HELD_BYTES:
         return f"states and rings of {num_heads} heads take {held >> 20} of {MAX_HELD_BYTES >> 20} MiB"
@@ -82,14 +85,15 @@ def advance_tokens(
     wide = [part.astype(jnp.float32) for part in tokens]
     is_sound_T = jnp.stack([jnp.all(jnp.isfinite(part), axis=tuple(range(1, part.ndim))) for part in wide]).all(axis=0)
     *parts, inputs = wide
-    parts[3] = parts[3][..., 0]
+    by_element = tokens.decay_THx.shape[2] > 1
+    parts[3] = parts[3] if by_element else parts[3][..., 0]
     queries, keys, values, decays, betas = (
         jnp.where(is_sound_T.reshape(-1, *[1] * (part.ndim - 1)), part, 0.0) for part in parts
     )
     num_cores = cores_of_device(interpret)
     dtype = jnp.bfloat16 if tokens.keys_TKd.dtype == jnp.bfloat16 else jnp.float32
     num_pieces = len(pieces.count)
-    shape = VisitShape(num_heads, keys.shape[1], num_pieces, num_cores, dtype, pools.window_EJKW.shape[1])
+    shape = VisitShape(num_heads, keys.shape[1], num_pieces, num_cores, dtype, pools.window_EJKW.shape[1], by_element)
     scalars = piece_scalars(pieces, layer, num_cores=num_cores)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     given = [*(_around(part) for part in (queries, keys, values, decays, betas)), inputs]

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, WINDOW_ROWS, DeltaPools
+from rayserve_moe.kernels.tpu import delta_elements, delta_products
 from rayserve_moe.kernels.tpu.delta_call import (
     NUM_BUFFERS,
     Call,
@@ -25,7 +26,6 @@ from rayserve_moe.kernels.tpu.delta_call import (
     PieceScalars,
     VisitShape,
 )
-from rayserve_moe.kernels.tpu.delta_products import fold, multiply
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 
 TILE = PIECE
@@ -115,11 +115,15 @@ def _for_copies(call: Call, piece: jax.Array, buffer: jax.Array, act: Callable[[
     copy = partial(pltpu.make_async_copy, sem=call.semaphores.arrived_B.at[buffer])
     entry = call.scalars.layer_X[0] + call.scalars.source_P[piece]
     act(copy(pools.state_EHdv.at[entry], scratch.state_BHdv.at[buffer]))
-    act(copy(pools.decay_RCHx.at[row], scratch.decay_BHL.at[buffer]))
+    rings = [(pools.keys_RCKd, scratch.keys_BCKd), (pools.fresh_RCHv, scratch.fresh_BCHv)]
+    if call.shape.by_element:
+        rings.append((pools.decay_RCHx, scratch.decay_B))
+    else:
+        act(copy(pools.decay_RCHx.at[row], scratch.decay_B.at[buffer]))
 
     def of_tile(tile: jax.Array, carry: None) -> None:
         tokens = _tokens_of(tile)
-        for pool, held in (pools.keys_RCKd, scratch.keys_BCKd), (pools.fresh_RCHv, scratch.fresh_BCHv):
+        for pool, held in rings:
             act(copy(pool.at[row, tokens], held.at[buffer, tokens]))
 
     jax.lax.fori_loop(0, _num_tiles(call, piece), of_tile, None)
@@ -138,9 +142,12 @@ def _sort_by_heads(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
         tokens = _tokens_of(tile)
         scratch.keys_KCd[:, tokens, :] = scratch.keys_BCKd[buffer, tokens].swapaxes(0, 1)
         scratch.fresh_HCv[:, tokens, :] = scratch.fresh_BCHv[buffer, tokens].swapaxes(0, 1)
+        if call.shape.by_element:
+            scratch.decay_by_head[:, tokens, :] = scratch.decay_B[buffer, tokens].swapaxes(0, 1)
 
     jax.lax.fori_loop(0, _num_tiles(call, piece), of_tile, None)
-    scratch.decay_CM[...] = _turned(scratch.decay_BHL[buffer])
+    if not call.shape.by_element:
+        scratch.decay_by_head[...] = _turned(scratch.decay_B[buffer])
 
 
 def _turned(rows_HL: jax.Array) -> jax.Array:
@@ -159,7 +166,7 @@ def _fold(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
         call.scalars.start_P,
     )
     _apply(_start, _window_copies(call, entry, row, position[piece]))
-    fold(call, buffer)
+    (delta_elements if call.shape.by_element else delta_products).fold(call, buffer)
     copy = pltpu.make_async_copy(scratch.state_BHdv.at[buffer], pools.state_EHdv.at[entry], call.semaphores.folded)
     copy.start()
     copy.wait()
@@ -187,17 +194,22 @@ def _advance(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
     scratch.keys_KCd[:, tile, :] = jnp.where(is_known_N1, ring_KNd, jnp.where(is_new_N1, keys_KNd, 0.0))
     scratch.queries_KNd[...] = jnp.where(is_new_N1, given.queries_NKd[...].swapaxes(0, 1), 0.0)
     scratch.values_HNv[...] = jnp.where(is_new_N1, given.values_NHv[...].swapaxes(0, 1), 0.0)
+    beta_NM = jnp.where(is_new_N1, given.beta_N1M[:, 0], 0.0)
+    if call.shape.by_element:
+        delta_elements.sum_decays(call, (start, known), is_new_N1, tile)
+        delta_elements.multiply(call, buffer, (start, known), beta_NM)
+        _write_rows(call, piece, tile)
+        return
     total_NM = _summed_decays(call, piece, tile)
     # Later pieces of the visit read the sums, the products those of the piece behind the ring.
-    heads, decay_HL = call.shape.num_heads, scratch.decay_BHL[buffer]
+    heads, decay_HL = call.shape.num_heads, scratch.decay_B[buffer]
     place_L = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     own_HL = _turned(total_NM)[:heads]
     at_start_HL = pltpu.roll(own_HL, start, 1)
     is_place_L = (place_L >= place) & (place_L < place + count)
-    scratch.decay_BHL[buffer] = jnp.where(is_place_L, at_start_HL, decay_HL)
+    scratch.decay_B[buffer] = jnp.where(is_place_L, at_start_HL, decay_HL)
     scratch.reach_HL[...] = jnp.where(place_L < CHUNK, decay_HL, pltpu.roll(own_HL, CHUNK, 1))
-    beta_NM = jnp.where(is_new_N1, given.beta_N1M[:, 0], 0.0)
-    multiply(call, buffer, (start, known), (total_NM, beta_NM))
+    delta_products.multiply(call, buffer, (start, known), (total_NM, beta_NM))
     _write_rows(call, piece, tile)
     # All pieces of a visit write the same sums of decays, so that only the last one may.
     pl.when(call.scalars.ends_P[piece] > 0)(partial(_write_decays, call, piece, buffer))
@@ -205,11 +217,11 @@ def _advance(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
 
 def _summed_decays(call: Call, piece: jax.Array, tile: Any) -> jax.Array:
     """Add the decays of a piece one after the other: a piece with one token has no other order."""
-    ring_CM, place = call.scratch.decay_CM, _place(call, piece)
+    ring_CM, place = call.scratch.decay_by_head, _place(call, piece)
     known, count = call.scalars.known_P[piece], call.scalars.count_P[piece]
     token_N1 = jax.lax.broadcasted_iota(jnp.int32, (PIECE, 1), 0)
     last_M = jnp.where(place > 0, ring_CM[pl.ds(jnp.maximum(place - 1, 0), 1), :], 0.0)
-    decay_NM = jnp.where((token_N1 >= known) & (token_N1 < known + count), call.given.decay_N1M[:, 0], 0.0)
+    decay_NM = jnp.where((token_N1 >= known) & (token_N1 < known + count), call.given.decays_N[:, 0], 0.0)
     sums = []
     for token in range(PIECE):
         last_M = last_M + decay_NM[token : token + 1]
@@ -231,6 +243,8 @@ def _write_rows(call: Call, piece: jax.Array, tile: Any) -> None:
     scratch.new_keys_SNKd[side] = call.given.keys_NKd[...]
     scratch.new_fresh_SNHv[side] = scratch.fresh_HCv[:, tile, :].swapaxes(0, 1)
     scratch.out_SNHv[side] = scratch.out_HNv[...].swapaxes(0, 1)
+    if call.shape.by_element:
+        scratch.new_decay_S[side] = scratch.decay_by_head[:, tile, :].swapaxes(0, 1)
     _start_rows(call, piece, side)
     scratch.num_done[2 + side] = call.scalars.count_P[piece]
     scratch.num_done[0] = scratch.num_done[0] + 1
@@ -245,7 +259,7 @@ def _write_decays(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
     def _() -> None:
         _wait(_decay_write(call, piece, side))
 
-    scratch.new_decay_SHL[side] = scratch.decay_BHL[buffer]
+    scratch.new_decay_S[side] = scratch.decay_B[buffer]
     _start(_decay_write(call, piece, side))
     scratch.num_done[1] = scratch.num_done[1] + 1
 
@@ -298,6 +312,8 @@ def _row_writes(call: Call, side: jax.Array, places: tuple[Any, ...], num_tokens
     rows, ring, tokens = (pl.ds(first, num_tokens) for first in (held, place, token))
     yield copy(scratch.new_keys_SNKd.at[side, rows], pools.keys_RCKd.at[row, ring])
     yield copy(scratch.new_fresh_SNHv.at[side, rows], pools.fresh_RCHv.at[row, ring])
+    if call.shape.by_element:
+        yield copy(scratch.new_decay_S.at[side, rows], pools.decay_RCHx.at[row, ring])
     yield copy(scratch.out_SNHv.at[side, rows], call.out_THv.at[tokens])
     yield copy(call.given.inputs_TKW.at[tokens], pools.inputs_RJKW.at[row, pl.ds(window, num_tokens)])
 
@@ -306,7 +322,7 @@ def _decay_write(call: Call, piece: jax.Array, side: jax.Array) -> Any:
     """Return the copy of a row's sums of decays to the pool."""
     scratch, row = call.scratch, _row(call, piece)
     return pltpu.make_async_copy(
-        scratch.new_decay_SHL.at[side], call.pools.decay_RCHx.at[row], call.semaphores.ended_S.at[side]
+        scratch.new_decay_S.at[side], call.pools.decay_RCHx.at[row], call.semaphores.ended_S.at[side]
     )
 
 
@@ -321,5 +337,6 @@ def _wait_for_writes(call: Call, piece: jax.Array) -> None:
         _wait(_decay_write(call, piece, jax.lax.rem(done[1] - 1 - back, 2)))
 
     jax.lax.fori_loop(0, jnp.minimum(done[0], 2), wait_for_rows, None)
-    jax.lax.fori_loop(0, jnp.minimum(done[1], 2), wait_for_decays, None)
+    if not call.shape.by_element:
+        jax.lax.fori_loop(0, jnp.minimum(done[1], 2), wait_for_decays, None)
     done[0] = done[1] = 0

@@ -1,6 +1,7 @@
 """Table of model families, a line each; a module describes the models of its ARCHITECTURE."""
 
 from rayserve_moe.model.families import afmoe as afmoe
+from rayserve_moe.model.families import bailing_hybrid as bailing_hybrid
 from rayserve_moe.model.families import bailing_moe_v2 as bailing_moe_v2
 from rayserve_moe.model.families import deepseek_v2 as deepseek_v2
 from rayserve_moe.model.families import deepseek_v3 as deepseek_v3
@@ -15,6 +16,7 @@ from rayserve_moe.model.families import gpt_oss as gpt_oss
 from rayserve_moe.model.families import granitemoe as granitemoe
 from rayserve_moe.model.families import hunyuan_v1_moe as hunyuan_v1_moe
 from rayserve_moe.model.families import hy_v3 as hy_v3
+from rayserve_moe.model.families import kimi_linear as kimi_linear
 from rayserve_moe.model.families import laguna as laguna
 from rayserve_moe.model.families import mimo_v2_flash as mimo_v2_flash
 from rayserve_moe.model.families import minimax_m2 as minimax_m2

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from rayserve_moe.experts.router_spec import one_of
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.operations import Kernels
+from rayserve_moe.kernels.reference.delta_gates import OUTPUT_GATES, GateRule, log_decays
 from rayserve_moe.kernels.reference.gated_delta import (
     CHUNK,
     WINDOW_ROWS,
@@ -38,12 +40,43 @@ EPS = 1e-6
 """Added to the sum of squares of a query or key."""
 
 
+class DeltaSizes(Protocol):
+    """Sizes of a mixer with a delta rule, by which states are kept and tokens prepared."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def num_key_heads(self) -> int: ...
+
+    @property
+    def num_value_heads(self) -> int: ...
+
+    @property
+    def key_dim(self) -> int: ...
+
+    @property
+    def value_dim(self) -> int: ...
+
+    @property
+    def num_taps(self) -> int: ...
+
+    @property
+    def num_decays(self) -> int:
+        """Return the number of decays of a head: 1, or one per element of a key."""
+
+    @property
+    def gates(self) -> GateRule: ...
+
+
 @dataclass(frozen=True)
 class GatedDelta:
     """Gated delta rule after a short convolution. Widths are in elements."""
 
     kind: ClassVar[str] = KIND
     has_windows: ClassVar[bool] = False
+    num_decays: ClassVar[int] = 1
+    gates: ClassVar[GateRule] = GateRule()
 
     num_key_heads: int
     num_value_heads: int
@@ -80,7 +113,7 @@ class GatedDelta:
         """Return None: the mixer has no scores."""
 
 
-def key_repeats(own: GatedDelta, tensor_size: int) -> int:
+def key_repeats(own: DeltaSizes, tensor_size: int) -> int:
     """Return the number of devices that hold each key head."""
     return max(1, tensor_size // own.num_key_heads)
 
@@ -158,10 +191,11 @@ def _file_forms(own: GatedDelta, per_key: int, repeats: int) -> dict[str, FileFo
     }
 
 
-def states(own: GatedDelta, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
+def states(own: DeltaSizes, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
     """Return the entry and the ring of a row (`DeltaPools`), float32 for every compute dtype."""
     heads, key_heads = own.num_value_heads, own.num_key_heads * key_repeats(own, tensor_size)
-    channels, places = 2 * own.key_dim + heads // key_heads * own.value_dim, kernels.recurrence.decay_places
+    channels = 2 * own.key_dim + heads // key_heads * own.value_dim
+    places = kernels.recurrence.decay_places if own.num_decays == 1 else 0
 
     def array(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ArraySpec:
         return ArraySpec(shape, axes, "float32")
@@ -173,7 +207,9 @@ def states(own: GatedDelta, *, kernels: Kernels, tensor_size: int) -> tuple[Stat
     ring = (
         array((CHUNK, key_heads, own.key_dim), (None, "kv_heads", None)),
         array((CHUNK, heads, own.value_dim), (None, "heads", None)),
-        array((heads, places), ("heads", None)) if places else array((CHUNK, heads, 1), (None, "heads", None)),
+        array((heads, places), ("heads", None))
+        if places
+        else array((CHUNK, heads, own.num_decays), (None, "heads", None)),
         array((WINDOW_ROWS, key_heads, channels), (None, "kv_heads", None)),
     )
     return (StateKind(STATE, "entry", entry, entry_tokens=CHUNK, ring=ring),)
@@ -190,7 +226,7 @@ class DeltaStep(NamedTuple):
     """Rows with a ring."""
 
 
-def prepare(own: GatedDelta, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> DeltaStep:
+def prepare(own: DeltaSizes, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> DeltaStep:
     """Split the tokens of a step into pieces, and find the earlier tokens that the convolution reads."""
     assert batch.entries_B3 is not None and batch.rows_B is not None, "rows know their entries"
     entries, num_blocks = RowEntries(*batch.entries_B3.T), batch.num_prefill_blocks
@@ -214,31 +250,56 @@ def prepare(own: GatedDelta, batch: TokenBatch, pools: Pools, *, config: ModelCo
     )
 
 
-@jax.named_scope("gated_delta")
+class DeltaInputs(NamedTuple):
+    """Projections of a step's tokens."""
+
+    channels_TKW: jax.Array
+    """Inputs of the convolution."""
+    decay_THx: jax.Array
+    """Logarithms of decays, float32."""
+    beta_TH: jax.Array
+    """Float32."""
+    gate_THv: jax.Array
+    """Gates of outputs before their function."""
+
+
 def apply(own: GatedDelta, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
     """Advance the states of a step's rows; return the addend of the stream [T, D], and the pools."""
+    return advance_layer(own, rows, inputs, project_rows=_projected)
+
+
+@jax.named_scope("gated_delta")
+def advance_layer(
+    own: DeltaSizes,
+    rows: tuple[jax.Array, Pools],
+    inputs: LayerInputs,
+    *,
+    project_rows: Callable[..., DeltaInputs],
+) -> tuple[jax.Array, Pools]:
+    """Compute `apply` of a mixer with a delta rule; `project_rows(own, normed_TD, weights)` projects the stream."""
     (normed_TD, pools), (weights, of_step, layer, config) = rows, inputs
-    step, kernels = of_step.prepared[KIND], config.kernels.recurrence
+    step, kernels = of_step.prepared[own.kind], config.kernels.recurrence
     if kernels.advance_layer is not None:
         arrays = DeltaPools(*pools[STATE])
         out_TD, arrays = kernels.advance_layer(
-            normed_TD, weights, arrays, step.pieces, layer=layer, eps=config.spec.norm_eps
+            normed_TD, weights, arrays, step.pieces, layer=layer, eps=config.spec.norm_eps, gates=own.gates
         )
         out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
         return out_TD, {**pools, STATE: tuple(arrays)}
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     place, arrays = (layer * step.num_entries, layer * step.num_rows), DeltaPools(*pools[STATE])
     with jax.named_scope("projections"):
-        inputs_TKW, z_THv, gates = _projected(own, normed_TD, of_layer)
+        given = project_rows(own, normed_TD, of_layer)
     with jax.named_scope("convolution"):
-        taps_JKW = _by_key_head(*(of_layer[name][:, 0] for name in ("q_taps_LJ1K", "k_taps_LJ1K", "v_taps_LJ1H")), own)
-        mixed_TKW = kernels.short_conv(inputs_TKW, taps_JKW, arrays, step.history, layer=place)
-        tokens = _tokens(own, mixed_TKW.astype(normed_TD.dtype), inputs_TKW, gates)
+        taps_JKW = by_key_head(*(of_layer[name][:, 0] for name in ("q_taps_LJ1K", "k_taps_LJ1K", "v_taps_LJ1H")), own)
+        mixed_TKW = kernels.short_conv(given.channels_TKW, taps_JKW, arrays, step.history, layer=place)
+        tokens = _tokens(own, mixed_TKW.astype(normed_TD.dtype), given)
     with jax.named_scope("recurrence"):
         out_THv, arrays = kernels.advance(tokens, arrays, step.pieces, layer=place)
     with jax.named_scope("output_product"):
         normed_THv = rms_norm(out_THv, of_layer["norm_Lv"], config.spec.norm_eps)
-        gated_THv = (normed_THv * jax.nn.silu(z_THv.astype(jnp.float32))).astype(normed_TD.dtype)
+        gate_THv = OUTPUT_GATES[own.gates.output](given.gate_THv.astype(jnp.float32))
+        gated_THv = (normed_THv * gate_THv).astype(normed_TD.dtype)
         gated_THv = jnp.where(of_step.valid_T[:, None, None], gated_THv, 0)
         out_TD = jnp.matmul(
             gated_THv.reshape(len(normed_TD), -1), of_layer["o_LHD"], preferred_element_type=jnp.float32
@@ -247,39 +308,39 @@ def apply(own: GatedDelta, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -
     return out_TD, {**pools, STATE: tuple(arrays)}
 
 
-def _projected(
-    own: GatedDelta, normed_TD: jax.Array, weights: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    """Project the stream: inputs of the convolution [T, K, W], gates of the output [T, H, v], and (decay, beta)."""
+def _projected(own: GatedDelta, normed_TD: jax.Array, weights: dict[str, jax.Array]) -> DeltaInputs:
+    """Project the stream."""
     q_TK, k_TK, v_TH, z_TH, b_TH, a_TH = (
         project(normed_TD, weights[name]) for name in ("q_LDK", "k_LDK", "v_LDH", "z_LDH", "b_LDH", "a_LDH")
     )
     wide_TH = a_TH.astype(jnp.float32) + weights["decay_bias_LH"]
-    decay_TH1 = (-jnp.exp(weights["decay_LH"]) * jax.nn.softplus(wide_TH))[..., None]
-    gates = decay_TH1, jax.nn.sigmoid(b_TH.astype(jnp.float32))
-    return _by_key_head(q_TK, k_TK, v_TH, own), z_TH.reshape(len(z_TH), -1, own.value_dim), gates
+    decay_TH = log_decays(wide_TH, weights["decay_LH"], own.gates, dtype=normed_TD.dtype)
+    return DeltaInputs(
+        by_key_head(q_TK, k_TK, v_TH, own),
+        decay_TH[..., None],
+        jax.nn.sigmoid(b_TH.astype(jnp.float32)),
+        z_TH.reshape(len(z_TH), -1, own.value_dim),
+    )
 
 
-def _by_key_head(q_NK: jax.Array, k_NK: jax.Array, v_NH: jax.Array, own: GatedDelta) -> jax.Array:
+def by_key_head(q_NK: jax.Array, k_NK: jax.Array, v_NH: jax.Array, own: DeltaSizes) -> jax.Array:
     """Concatenate the channels of each key head: [N, K, W]."""
     q_NKd, k_NKd = (each.reshape(len(each), -1, own.key_dim) for each in (q_NK, k_NK))
     return jnp.concatenate([q_NKd, k_NKd, v_NH.reshape(len(v_NH), q_NKd.shape[1], -1)], axis=-1)
 
 
-def _tokens(
-    own: GatedDelta, mixed_TKW: jax.Array, inputs_TKW: jax.Array, gates: tuple[jax.Array, jax.Array]
-) -> DeltaTokens:
+def _tokens(own: DeltaSizes, mixed_TKW: jax.Array, given: DeltaInputs) -> DeltaTokens:
     """Split mixed channels into queries, keys and values; queries and keys are normed in float32."""
-    d, (decay_THx, beta_TH) = own.key_dim, gates
+    d = own.key_dim
     q_TKd, k_TKd, v_TKr = mixed_TKW[..., :d], mixed_TKW[..., d : 2 * d], mixed_TKW[..., 2 * d :]
     q_TKd = _unit(q_TKd) * d**-0.5
     return DeltaTokens(
         q_TKd.astype(mixed_TKW.dtype),
         _unit(k_TKd).astype(mixed_TKW.dtype),
         v_TKr.reshape(len(v_TKr), -1, own.value_dim),
-        decay_THx,
-        beta_TH,
-        inputs_TKW,
+        given.decay_THx,
+        given.beta_TH,
+        given.channels_TKW,
     )
 
 

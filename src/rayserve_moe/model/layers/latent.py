@@ -72,7 +72,8 @@ class LatentAttention:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """None: no element rotates; all heads still share the `rope_dim` elements of a key."""
     norm_eps: float = 1e-6
     """Epsilon of the latents' RMS norms."""
     bias: bool = False
@@ -83,6 +84,8 @@ class LatentAttention:
     """None stands for head_dim ** -0.5."""
     query_scale: QueryScaleSpec | None = None
     """Factor of queries by position, if any."""
+    output_gate: str = one_of("none", "sigmoid")
+    """Function of the gates that multiply the outputs of heads, in float32."""
     index: TokenIndex | None = None
     """Index of sparse attention; None for the kind `mla`."""
     kind: str = one_of(DENSE, SPARSE, SHARED)
@@ -101,7 +104,7 @@ class LatentAttention:
     @property
     def rotary_width(self) -> int:
         """Return the number of elements of a head that rotate."""
-        return self.rope.rotary_dim or self.rope_dim
+        return self.rope_dim if self.rope is None else self.rope.rotary_dim or self.rope_dim
 
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
@@ -175,6 +178,8 @@ def parameters(
         specs["kv_a_bias_LC"] = stack("kv_a_bias", (own.row_width,), (None,))
         if q_latent is not None:
             specs["q_a_bias_LR"] = stack("q_a_bias", (q_latent,), (None,))
+    if own.output_gate != "none":
+        specs["gate_LDA"] = stack("output_gate", (width, own.num_heads), ("model", "heads"))
     if own.output_bias:
         specs["o_bias_LD"] = stack("o_bias", (width,), ("model",))
     return specs
@@ -215,7 +220,9 @@ def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: Mo
 def latent_config(own: LatentAttention) -> LatentConfig:
     """Return the static attention configuration of all layers."""
     scale = own.head_dim**-0.5 if own.score_scale is None else own.score_scale
-    return LatentConfig(own.nope_dim, own.norm_eps, scale, own.rope.interleaved)
+    return LatentConfig(
+        own.nope_dim, own.norm_eps, scale, own.rope is not None and own.rope.interleaved, own.output_gate
+    )
 
 
 def apply(
@@ -236,5 +243,5 @@ MIXER = Mixer(
     attention_choice,
     prepare,
     apply,
-    adapted=("q_LDH", "q_a_LDR", "q_b_LRH", "kv_a_LDC", "k_b_LHC", "v_b_LHC", "o_LHD"),
+    adapted=("q_LDH", "q_a_LDR", "q_b_LRH", "kv_a_LDC", "k_b_LHC", "v_b_LHC", "gate_LDA", "o_LHD"),
 )

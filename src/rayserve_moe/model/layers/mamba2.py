@@ -34,6 +34,7 @@ class Mamba2:
 
     kind: ClassVar[str] = KIND
     has_windows: ClassVar[bool] = False
+    num_decays: ClassVar[int] = 1
 
     num_value_heads: int
     value_dim: int

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from rayserve_moe.model.layers import attention, block_attention, gated_delta, latent, mamba2, mlp, moe, sparse_latent
+from rayserve_moe.model.layers import (
+    attention,
+    block_attention,
+    gated_delta,
+    kimi_delta,
+    latent,
+    mamba2,
+    mlp,
+    moe,
+    sparse_latent,
+)
 from rayserve_moe.model.layers.kinds import Ffn, Mixer
 
 MIXERS: dict[str, Mixer] = {
@@ -12,6 +22,7 @@ MIXERS: dict[str, Mixer] = {
     "dsa": sparse_latent.MIXER,
     "dsa_shared": sparse_latent.SHARED_MIXER,
     "gated_delta": gated_delta.MIXER,
+    "kimi_delta": kimi_delta.MIXER,
     "mamba2": mamba2.MIXER,
 }
 FFNS: dict[str, Ffn] = {

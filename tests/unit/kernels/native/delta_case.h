@@ -6,6 +6,9 @@
 
 struct DeltaLayer {
   int64_t key_heads, per_key, key_width, value_width, taps, width;
+  int64_t decays = 1, rank = 0;  // of a head; between two products of decays and gates, 0: one product
+  float floor = 0;
+  bool rounds = false, has_sigmoid = false;
   int64_t heads() const { return key_heads * per_key; }
   int64_t q_width() const { return key_heads * key_width; }
   int64_t v_width() const { return heads() * value_width; }
@@ -13,16 +16,17 @@ struct DeltaLayer {
 };
 
 struct DeltaNumbers {
-  Numbers q, k, v, z, b, a, o, q_taps, k_taps, v_taps;
+  Numbers q, k, v, z, b, a, o, q_taps, k_taps, v_taps, a_in, z_in;
   std::vector<float> log_decay, decay_bias, norm;
 
   DeltaNumbers(Case& c, const DeltaLayer& l)
       : q(c.draw(l.width * l.q_width(), 0.2)), k(c.draw(l.width * l.q_width(), 0.2)),
-        v(c.draw(l.width * l.v_width(), 0.2)), z(c.draw(l.width * l.v_width(), 0.2)),
-        b(c.draw(l.width * l.heads(), 0.2)), a(c.draw(l.width * l.heads(), 0.2)),
+        v(c.draw(l.width * l.v_width(), 0.2)), z(c.draw((l.rank ? l.rank : l.width) * l.v_width(), 0.2)),
+        b(c.draw(l.width * l.heads(), 0.2)), a(c.draw((l.rank ? l.rank : l.width) * l.heads() * l.decays, 0.2)),
         o(c.draw(l.v_width() * l.width, 0.2)), q_taps(c.draw(l.taps * l.q_width(), 0.5)),
         k_taps(c.draw(l.taps * l.q_width(), 0.5)), v_taps(c.draw(l.taps * l.v_width(), 0.5)),
-        log_decay(as_floats(c, l.heads(), -2)), decay_bias(as_floats(c, l.heads(), 0)),
+        a_in(c.draw(l.width * l.rank, 0.2)), z_in(c.draw(l.width * l.rank, 0.2)),
+        log_decay(as_floats(c, l.heads(), -2)), decay_bias(as_floats(c, l.heads() * l.decays, 0)),
         norm(as_floats(c, l.value_width, 1)) {}
 
   static std::vector<float> as_floats(Case& c, int64_t size, double mean) {
@@ -37,6 +41,21 @@ inline Exact delta_product(const DeltaLayer& l, const bf16* row, const Numbers& 
   Exact out;
   for (int64_t i = 0; i < width; ++i) out.push_back(value_of(rounded(dot(row, matrix, i, l.width, width))));
   return out;
+}
+
+// Decays or gates of one row: one product, or two.
+inline Exact delta_gates(const DeltaLayer& l, const bf16* row, const Numbers& first, const Numbers& last, int64_t width) {
+  if (!l.rank) return delta_product(l, row, last, width);
+  Numbers between;
+  for (double each : delta_product(l, row, first, l.rank)) between.push_back(rounded(each));
+  Exact out;
+  for (int64_t i = 0; i < width; ++i) out.push_back(value_of(rounded(dot(between.data(), last, i, l.rank, width))));
+  return out;
+}
+
+inline double delta_decay(const DeltaLayer& l, double x, double rate) {
+  const double found = l.floor < 0 ? l.floor / (1 + std::exp(-rate * x)) : -rate * std::log1p(std::exp(x));
+  return std::exp(l.rounds ? value_of(rounded(found)) : found);
 }
 
 inline double silu(double x) { return x / (1 + std::exp(-x)); }
@@ -70,23 +89,29 @@ inline Exact delta_rule(const DeltaLayer& l, const DeltaNumbers& w, const bf16* 
     q.push_back(delta_product(l, row, w.q, l.q_width())), k.push_back(delta_product(l, row, w.k, l.q_width()));
     values.push_back(delta_product(l, row, w.v, l.v_width()));
     Exact query = delta_mixed(l, q, t, w.q_taps), key = delta_mixed(l, k, t, w.k_taps);
-    const Exact value = delta_mixed(l, values, t, w.v_taps), z = delta_product(l, row, w.z, l.v_width());
-    const Exact b = delta_product(l, row, w.b, l.heads()), a = delta_product(l, row, w.a, l.heads());
+    const Exact value = delta_mixed(l, values, t, w.v_taps), z = delta_gates(l, row, w.z_in, w.z, l.v_width());
+    const Exact b = delta_product(l, row, w.b, l.heads()), a = delta_gates(l, row, w.a_in, w.a, l.heads() * l.decays);
     for (int64_t i = 0; i < l.key_heads; ++i)
       make_unit(&query[i * d], d, 1 / std::sqrt(double(d))), make_unit(&key[i * d], d, 1);
     Numbers gated(l.v_width());
     for (int64_t h = 0; h < l.heads(); ++h) {
-      const double decay = std::exp(-std::exp(double(w.log_decay[h])) * std::log1p(std::exp(a[h] + w.decay_bias[h])));
+      Exact decay(d);
+      for (int64_t e = 0; e < d; ++e) {
+        const int64_t at = l.decays > 1 ? h * d + e : h;
+        decay[e] = delta_decay(l, a[at] + w.decay_bias[at], std::exp(double(w.log_decay[h])));
+      }
       const double beta = 1 / (1 + std::exp(-b[h])), *key_here = &key[h / l.per_key * d], *query_here = &query[h / l.per_key * d];
       Exact said(v), result(v);
       double* const here = &state[h * d * v];
-      for (int64_t e = 0; e < d * v; ++e) said[e % v] += key_here[e / v] * (here[e] *= decay);
+      for (int64_t e = 0; e < d * v; ++e) said[e % v] += key_here[e / v] * (here[e] *= decay[e / v]);
       for (int64_t e = 0; e < d * v; ++e) here[e] += key_here[e / v] * beta * (value[h * v + e % v] - said[e % v]);
       for (int64_t e = 0; e < d * v; ++e) result[e % v] += query_here[e / v] * here[e];
       double squares = 0;
       for (double each : result) squares += each * each;
-      for (int64_t e = 0; e < v; ++e)
-        gated[h * v + e] = rounded(result[e] / std::sqrt(squares / double(v) + 1e-6) * w.norm[e] * silu(z[h * v + e]));
+      for (int64_t e = 0; e < v; ++e) {
+        const double x = z[h * v + e], gate = l.has_sigmoid ? 1 / (1 + std::exp(-x)) : silu(x);
+        gated[h * v + e] = rounded(result[e] / std::sqrt(squares / double(v) + 1e-6) * w.norm[e] * gate);
+      }
     }
     for (int64_t i = 0; i < l.width; ++i) out.push_back(dot(gated.data(), w.o, i, l.v_width(), l.width));
   }
@@ -106,16 +131,17 @@ inline void gated_delta(Case c, const DeltaLayer& l, const std::vector<int32_t>&
   const DeltaNumbers w(c, l);
   const int64_t rows = int64_t(lengths.size()), d = l.key_width, v = l.value_width;
   const Numbers q = packed(w.q, l.width, l.q_width()), k = packed(w.k, l.width, l.q_width()),
-                values = packed(w.v, l.width, l.v_width()), z = packed(w.z, l.width, l.v_width()),
-                b = packed(w.b, l.width, l.heads()), a = packed(w.a, l.width, l.heads()),
+                values = packed(w.v, l.width, l.v_width()), z = packed(w.z, l.rank ? l.rank : l.width, l.v_width()),
+                b = packed(w.b, l.width, l.heads()), a = packed(w.a, l.rank ? l.rank : l.width, l.heads() * l.decays),
+                a_in = packed(w.a_in, l.width, l.rank), z_in = packed(w.z_in, l.width, l.rank),
                 o = packed(w.o, l.v_width(), l.width);
   const native::DeltaWeights weights{q.data(), k.data(), values.data(), z.data(), b.data(), a.data(), o.data(),
                                      w.q_taps.data(), w.k_taps.data(), w.v_taps.data(), w.log_decay.data(),
-                                     w.decay_bias.data(), w.norm.data()};
+                                     w.decay_bias.data(), w.norm.data(), a_in.data(), z_in.data()};
   const float nan = std::nanf("");
   std::vector<float> state((1 + rows) * l.heads() * d * v, nan), window((1 + rows) * (l.taps - 1) * l.key_heads * l.channels(), nan);
   std::fill_n(state.begin(), l.heads() * d * v, 0.0f);
-  std::vector<float> keys(rows * l.key_heads * d * 64, nan), fresh(rows * l.heads() * 64 * v, nan), decay(rows * l.heads() * 64, nan),
+  std::vector<float> keys(rows * l.key_heads * d * 64, nan), fresh(rows * l.heads() * 64 * v, nan), decay(rows * l.heads() * l.decays * 64, nan),
       inputs(rows * 16 * l.key_heads * l.channels(), nan);
   const native::DeltaPools pools{state.data(), window.data(), keys.data(), fresh.data(), decay.data(), inputs.data()};
   std::vector<Numbers> hidden;
@@ -126,7 +152,8 @@ inline void gated_delta(Case c, const DeltaLayer& l, const std::vector<int32_t>&
     for (const auto& p : pieces)
       std::copy_n(hidden[p.row].begin() + (p.start + p.known) * l.width, p.count * l.width, stream.begin() + p.token * l.width);
     std::vector<float> out(tokens * l.width);
-    const native::DeltaShapes shapes{tokens, l.width, l.heads(), l.key_heads, d, v, l.taps, 1 + rows, rows, int64_t(pieces.size()), 1e-6f};
+    const native::DeltaShapes shapes{tokens, l.width, l.heads(), l.key_heads, d, v, l.taps, 1 + rows, rows, int64_t(pieces.size()), 1e-6f,
+                                     l.decays, l.rank, l.floor, l.rounds, l.has_sigmoid};
     if (!native::are_in_pools(shapes, pieces.data())) ++num_wrong, std::printf("%s %d: pieces are refused\n", c.name, c.number);
     native::delta_layer(shapes, weights, pools, stream.data(), pieces.data(), out.data());
     for (const auto& p : pieces)

@@ -227,7 +227,7 @@ int main(int, char** arguments) {
         cases.push_back([=](int i) {
           latent_attention({"latent attention", i, std::mt19937(i)},
                            {blocks[0], blocks[1], blocks[2], widths[0], widths[1], widths[2], widths[3], widths[4],
-                            widths[5], widths[6], page_size, i % 2 == 0, i % 3 == 0});
+                            widths[5], widths[6], page_size, i % 2 == 0, i % 3 == 0, i % 4 == 0});
         });
   for (int64_t tokens : {0, 1, 7, 40})
     for (int64_t slots : {1, 3})
@@ -245,7 +245,9 @@ int main(int, char** arguments) {
           narrow_experts<native::Fp8>({"fp8, narrow panel", i, std::mt19937(i)}, i % 2, tokens, 2, 150, inner, slots);
         });
       }
-  for (const DeltaLayer& layer : {DeltaLayer{1, 1, 16, 16, 2, 32}, {2, 3, 20, 7, 4, 34}, {3, 1, 8, 40, 3, 10}, {1, 2, 64, 48, 8, 64}})
+  for (const DeltaLayer& layer :
+       {DeltaLayer{1, 1, 16, 16, 2, 32}, {2, 3, 20, 7, 4, 34}, {3, 1, 8, 40, 3, 10}, {1, 2, 64, 48, 8, 64},
+        {2, 1, 20, 20, 4, 34, 20, 6, 0, false, true}, {1, 1, 32, 32, 3, 8, 32, 0, -0.5f, true, true}})
     for (const auto& lengths : {std::vector<int32_t>{1}, {5, 64}, {70, 3, 130}})
       for (int32_t num_single : {0, 3, 62})
         cases.push_back([=](int i) { gated_delta({"gated delta", i, std::mt19937(i)}, layer, lengths, num_single); });

@@ -9,7 +9,7 @@
 
 struct LatentLayer {
   int64_t singles, blocks, block_tokens, width, heads, nope, rope, value, latent, query_latent, page_size;
-  bool has_biases, is_interleaved;
+  bool has_biases, is_interleaved, has_gate = false;
   static constexpr int64_t kLongest = 150;  // tokens of a sequence
   int64_t tokens() const { return singles + blocks * block_tokens; }
   int64_t rows() const { return singles + blocks; }
@@ -73,13 +73,13 @@ struct Matrix {
 };
 
 struct LatentWeights {
-  Matrix q_a, q_b, kv_a, k_b, v_b, o;  // k_b is [heads * nope, latent], v_b [latent, heads * value]
+  Matrix q_a, q_b, kv_a, k_b, v_b, o, gate;  // k_b is [heads * nope, latent], v_b [latent, heads * value]
   Numbers q_a_norm, kv_a_norm, q_a_bias, kv_a_bias;
 
   LatentWeights(Case& c, const LatentLayer& l)
       : q_a(c, l.width, l.query_latent), q_b(c, l.query_latent ? l.query_latent : l.width, l.query_width()),
         kv_a(c, l.width, l.cached()), k_b(c, l.heads * l.nope, l.latent), v_b(c, l.latent, l.heads * l.value),
-        o(c, l.heads * l.value, l.width), q_a_norm(c.draw(l.query_latent, 0.2, 1)),
+        o(c, l.heads * l.value, l.width), gate(c, l.width, l.has_gate ? l.heads : 0), q_a_norm(c.draw(l.query_latent, 0.2, 1)),
         kv_a_norm(c.draw(l.latent, 0.2, 1)), q_a_bias(c.draw(l.has_biases ? l.query_latent : 0)),
         kv_a_bias(c.draw(l.has_biases ? l.cached() : 0)) {}
 };
@@ -145,8 +145,11 @@ inline Exact latent_definition(const LatentLayer& l, const LatentWeights& w, con
   Exact out;
   for (int64_t t = 0; t < l.tokens(); ++t) {
     Numbers values;
+    const Numbers gates = w.gate.times(hidden.data() + t * l.width);
     for (int64_t head = 0; head < l.heads; ++head) {
-      const Numbers one = head_values(l, w, b, pool, queries[t].data() + head * (l.nope + l.rope), t, head);
+      Numbers one = head_values(l, w, b, pool, queries[t].data() + head * (l.nope + l.rope), t, head);
+      for (bf16& each : one)
+        if (l.has_gate) each = rounded(value_of(each) / (1 + std::exp(-value_of(gates[head]))));
       values.insert(values.end(), one.begin(), one.end());
     }
     for (int64_t d = 0; d < l.width; ++d) out.push_back(dot(values.data(), w.o.plain, d, w.o.depth, l.width));
@@ -174,7 +177,8 @@ inline void latent_attention(Case c, const LatentLayer& l) {
       s, {hidden.data(), w.q_a.lying.data(), w.q_b.lying.data(), w.kv_a.lying.data(), w.k_b.lying.data(),
           w.v_b.lying.data(), w.o.lying.data(), w.q_a_norm.data(), w.kv_a_norm.data(), or_none(w.q_a_bias),
           or_none(w.kv_a_bias), b.cos.data(), b.sin.data(), b.slots.data(), b.positions.data(), b.table.data(),
-          b.query_scale.empty() ? nullptr : b.query_scale.data(), nullptr, 0, b.pool.data(), found.data()});
+          b.query_scale.empty() ? nullptr : b.query_scale.data(), nullptr, 0, b.pool.data(), found.data(),
+          l.has_gate ? w.gate.lying.data() : nullptr});
   c.compare("latent attention", found, latent_definition(l, w, b, hidden, expected_pool), 0x1p-6);
   Exact here, there;
   for (size_t i = 0; i < b.pool.size(); ++i) {
