@@ -275,6 +275,7 @@ PUBLISHED = {
     "minimax-m3": (426, 26),  # without the vision tower
     "mistral-small-4": (119, 7),  # without the vision tower
     "mixtral-8x7b": (47, 13),
+    "nemotron-3-nano-30b-a3b": (32, 4),
     "olmoe-1b-7b": (7, 1),
     "qwen1.5-moe-a2.7b": (14, 3),
     "qwen3-235b-a22b": (235, 22),

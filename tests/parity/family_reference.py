@@ -29,6 +29,8 @@ from tests.support.models.families import FamilyCase
 _ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "MoEV1Gate", "Gemma4TextRouter")
 _PROBABILITIES = ("Gemma4TextRouter",)
 """Routers that return the softmax of their logits."""
+_WITHOUT_CACHE = ("nemotron_h",)
+"""Models whose single tokens transformers computes without the bound of steps that their prompts have."""
 _SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 _MULTIMODAL = {"step3p5": ("step3p7", {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14})}
 """The multimodal model of a language model that has no class of its own, and the sizes of its vision tower."""
@@ -62,7 +64,12 @@ class FamilyReference:
         """Continue `prompt` by `count` greedy tokens."""
         ids = torch.tensor([list(prompt)])
         answer = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=-1
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            eos_token_id=-1,
+            use_cache=self.model.config.model_type not in _WITHOUT_CACHE,
         )
         return answer[0, len(prompt) :].tolist()
 

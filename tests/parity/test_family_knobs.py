@@ -12,6 +12,7 @@ import pytest
 
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.layers.latent import LatentAttention
+from rayserve_moe.model.layers.mamba2 import Mamba2
 from rayserve_moe.model.spec import ModelSpec, RopeSpec
 from tests.support.engine.host_runners import new_runner
 from tests.support.models.attention_specs import with_attention
@@ -47,12 +48,17 @@ NOT_TURNED = {
     "rounded_embedding_multiplier",
     "float32_norms",
     "index",
+    "latent_size",
     "rank",
     "decay_rates_in_block",
     "rounds_decays",
 }
 """Where tensors lie, what stands with another knob, what another shape of parameters goes with, what is added to them
 when they are read, and what rounds nothing in float32."""
+
+
+WITHOUT_GATE = ("relu2",)
+"""Activations of experts that have no gate, as all others have."""
 
 
 def turned(spec: Any) -> Iterator[tuple[str, Any]]:
@@ -67,7 +73,7 @@ def turned(spec: Any) -> Iterator[tuple[str, Any]]:
                     yield f"{own.kind}.{path}", replace(spec, mixers=(*value[:place], part, *value[place + 1 :]))
         elif is_dataclass(value) and knob.default is not None:
             yield from ((f"{knob.name}.{path}", replace(spec, **{knob.name: part})) for path, part in turned(value))
-        elif knob.default not in (MISSING, value) and knob.name not in NOT_TURNED:
+        elif knob.default not in (MISSING, value) and knob.name not in NOT_TURNED and value not in WITHOUT_GATE:
             yield knob.name, replace(spec, **{knob.name: knob.default})
 
 
@@ -103,6 +109,8 @@ def _others_of_mixer(spec: ModelSpec, own: Any) -> Iterator[tuple[str, ModelSpec
             for name in ("beta", "length"):
                 doubled = replace(growth, **{name: 2 * getattr(growth, name)})
                 yield f"{own.kind}.query_scale.{name}", with_attention(spec, kind=own.kind, query_scale=doubled)
+    if isinstance(own, Mamba2):
+        yield f"{own.kind}.min_step", replace(spec, mixers=tuple(_with_min_step(each) for each in spec.mixers))
     if not isinstance(own, GroupedAttention | LatentAttention):
         return
     if own.rope is None:
@@ -116,6 +124,10 @@ def _others_of_mixer(spec: ModelSpec, own: Any) -> Iterator[tuple[str, ModelSpec
     for name, scaling in _other_scalings(own.rope):
         path = f"{own.kind}.rope.{name}"
         yield path, with_attention(spec, kind=own.kind, **{name.partition(".")[0]: scaling})
+
+
+def _with_min_step(own: Any) -> Any:
+    return replace(own, min_step=own.min_step + 0.5) if isinstance(own, Mamba2) else own
 
 
 def _other_scalings(rope: RopeSpec) -> Iterator[tuple[str, Any]]:

@@ -27,10 +27,11 @@ LENGTHS = ((5, 70), (60, 75), (64, 70), (100, 100), (129, 70))
 """Tokens of prompts and answers; every answer passes a multiple of 64."""
 CUTS = (1, 5, 30, 64, 69)
 """Generated tokens that the lost replica has committed."""
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next-1", "nemotron_h-0")]
 Replicas = tuple[HostRunner, HostRunner]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_moe_text-0", pytest.param("qwen3_next-1", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["qwen3_5_moe_text-0", *SLOW])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_native_kernels()
     (case,) = [case for case in FAMILY_CASES if case.name == request.param]

@@ -31,10 +31,11 @@ from rayserve_moe.kernels.table import KERNELS
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 from rayserve_moe.model.layers.attention import GroupedAttention, attention_config, begin_choice
 from rayserve_moe.model.layers.choice import attention_choices
-from rayserve_moe.model.layers.gated_delta import DeltaSizes, GatedDelta
-from rayserve_moe.model.layers.gated_delta import states as delta_states
+from rayserve_moe.model.layers.gated_delta import GatedDelta
 from rayserve_moe.model.layers.kimi_delta import KimiDelta
+from rayserve_moe.model.layers.mamba2 import Mamba2
 from rayserve_moe.model.layers.moe import EXPERT_ARRAYS
+from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.model_config import ModelConfig
 
 Shapes = dict[str, dict[str, jax.Array]]
@@ -105,9 +106,12 @@ def _operations(served: ServedModel) -> Iterator[tuple[str, ChoiceOf]]:
             yield name if len(grouped) == 1 else f"{name} {own.kind}", choice_of
     for mixer, choice in attention_choices(config.spec, KERNELS[kernels.name], pool=pool).items():
         yield f"attention {mixer}", lambda _, choice=choice: choice
+    recurrence = kernels.recurrence
     for own in config.spec.mixers:
-        if isinstance(own, GatedDelta | KimiDelta) and kernels.recurrence.advance_layer is None:
-            yield "recurrence", partial(_recurrence, own, config, params[own.kind], served.dtype)
+        if isinstance(own, GatedDelta | KimiDelta) and recurrence.advance_layer is None:
+            yield "recurrence", partial(_recurrence, own, config, params[own.kind]["q_LDK"], served.dtype)
+        if isinstance(own, Mamba2) and recurrence.advance_mamba2_layer is None:
+            yield "recurrence", partial(_recurrence, own, config, params[own.kind]["c_LDN"], served.dtype)
     if "experts" in params:
         yield from _experts(config, params["experts"], hidden_of)
 
@@ -154,11 +158,11 @@ def _grouped_attention(
 
 
 def _recurrence(
-    own: DeltaSizes, config: ModelConfig, params: dict[str, jax.Array], dtype: str, shape: StepShape
+    own: GatedDelta | KimiDelta | Mamba2, config: ModelConfig, queries_LDK: jax.Array, dtype: str, shape: StepShape
 ) -> Choice[Any]:
-    """Return the choice for the recurrence of layers with a delta rule."""
-    kernels = config.kernels
-    heads, key_heads = params["b_LDH"].shape[2], params["q_LDK"].shape[2] // own.key_dim
+    """Return the choice for the recurrence of a mixer, whose queries have these matrices on a device."""
+    kernels, key_heads = config.kernels, queries_LDK.shape[2] // own.key_dim
+    heads = own.num_value_heads // config.plan.tensor_size
     pieces_of_block = shape.block_tokens // PIECE + 1
     of_piece = shaped(shape.num_singles + shape.num_blocks * pieces_of_block, dtype=jnp.int32)
     keys, values = (key_heads, own.key_dim), (heads, own.value_dim)
@@ -172,13 +176,15 @@ def _recurrence(
         wide(heads),
         narrow(key_heads, channels),
     )
-    (state,) = delta_states(own, kernels=kernels, tensor_size=config.plan.tensor_size)
+    (state,) = MIXERS[own.kind].states(own, kernels=kernels, tensor_size=config.plan.tensor_size)
     arrays = (
         shaped(1, *config.plan.sharding(array.axes).shard_shape(array.shape), dtype=jnp.float32)
         for array in (*state.entry, *state.ring)
     )
     pieces = Pieces(*[of_piece] * 5, RowEntries(*[of_piece] * 3))
-    return kernels.recurrence.advance.choose(tokens, DeltaPools(*arrays), pieces, layer=(LAYER, LAYER))
+    return kernels.recurrence.advance.choose(
+        tokens, DeltaPools(*arrays), pieces, layer=(LAYER, LAYER), delta=isinstance(own, GatedDelta)
+    )
 
 
 def _experts(
@@ -194,13 +200,15 @@ def _experts(
         is_forced = shape.num_blocks > 0 and experts.selection != "balanced"
         return router_choice(hidden_of(shape), router, experts, is_forced=is_forced)
 
+    def routed(shape: StepShape) -> tuple[RoutedTokens, PlacedExperts]:
+        rows_TD = shaped(shape.num_tokens, config.spec.exchanged_width, dtype=hidden_of(shape).dtype)
+        return expert_shapes(rows_TD, params, config=config)
+
     def backend(shape: StepShape) -> Choice[Any]:
-        return choose_backend(*expert_shapes(hidden_of(shape), params, config=config), config=experts)
+        return choose_backend(*routed(shape), config=experts)
 
     def product(shape: StepShape) -> Choice[Any] | None:
-        call = product_shapes(
-            backend(shape).name, *expert_shapes(hidden_of(shape), params, config=config), config=experts
-        )
+        call = product_shapes(backend(shape).name, *routed(shape), config=experts)
         return call and experts.kernels.experts.results.choose(*call)
 
     if experts.kernels.experts.choose.candidates and not experts.limits_capacity:
@@ -212,7 +220,10 @@ def _experts(
 def expert_shapes(
     hidden_TD: jax.Array, params: dict[str, jax.Array], *, config: ModelConfig
 ) -> tuple[RoutedTokens, PlacedExperts]:
-    """Return the shapes of the arguments of an expert backend, with the `experts` parameters of a device."""
+    """Return the shapes of the arguments of an expert backend, with the `experts` parameters of a device.
+
+    `hidden_TD` has the width of the rows that experts read.
+    """
     num_tokens, top_k = hidden_TD.shape[0], config.experts.router.top_k
     ids_TK, gates_TK = (shaped(num_tokens, top_k, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
     tokens = RoutedTokens(hidden_TD, ids_TK, gates_TK, shaped(num_tokens, dtype=jnp.bool))

@@ -37,6 +37,6 @@ def adds_by_device(tokens: RoutedTokens, experts: PlacedExperts, config: ExpertC
 
 def max_tokens(experts: PlacedExperts, config: ExpertConfig) -> int:
     """Return the maximum number of tokens of a chunk, by the rows that a device can receive."""
-    _, width, inner = experts.weights.gate_XDF.shape
+    _, width, inner = experts.weights.up_XDF.shape
     max_rows = config.kernels.experts.device_sums.run.max_rows(width, inner, config.router.top_k)
     return max_rows // config.plan.num_expert_ranks

@@ -58,8 +58,10 @@ def _mine_alone(tokens: RoutedTokens, part: jax.Array, *, num_parts: int) -> Rou
 def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> str:
     """Return why `apply_low_latency` does not take a call; empty if it does."""
     hidden_TD, weights = tokens.hidden_TD, experts.weights
-    if hidden_TD.dtype != jnp.bfloat16 or weights.gate_XDF.dtype not in WEIGHT_DTYPES:
-        return f"{hidden_TD.dtype} tokens and {weights.gate_XDF.dtype} weights are not bfloat16, or 8 bits for weights"
+    if hidden_TD.dtype != jnp.bfloat16 or weights.up_XDF.dtype not in WEIGHT_DTYPES:
+        return f"{hidden_TD.dtype} tokens and {weights.up_XDF.dtype} weights are not bfloat16, or 8 bits for weights"
+    if weights.gate_XDF is None:
+        return "experts have no gate"
     if weights.gate_bias_XF is not None:
         return "experts have biases"
     if config.plan.num_slices > 1:
@@ -73,12 +75,12 @@ def _sizes_of(tokens: RoutedTokens, experts: PlacedExperts, config: ExpertConfig
         num_tokens if num_tokens <= FEW_TOKENS else -(-num_tokens // config.plan.tensor_size),
         config.router.top_k,
         width,
-        weights.gate_XDF.shape[2],
+        weights.up_XDF.shape[2],
         config.num_local_slots,
         ((DATA, shape[DATA]), (TENSOR, shape[TENSOR])),
         config.activation,
-        str(weights.gate_XDF.dtype),
+        str(weights.up_XDF.dtype),
         cores_of(config.plan.mesh),
         adds_by_device=adds_by_device(tokens, experts, config),
-        in_blocks=in_blocks(weights.gate_scale_XZF),
+        in_blocks=in_blocks(weights.up_scale_XZF),
     )

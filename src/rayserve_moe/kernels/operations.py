@@ -114,6 +114,8 @@ class RecurrenceKernels:
     advance_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None
     """The whole layer: projections, both functions above and the output product
     (`cpu_native.delta_call.advance_layer`). May be absent."""
+    advance_mamba2_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None
+    """The same for a Mamba-2 layer (`cpu_native.mamba2_call.advance_layer`). May be absent."""
     decay_places: int = 0
     """Places of a head in a ring of decays [R, H, places]; 0 for rings [R, C, H, 1] (`gated_delta.DeltaPools`)."""
 

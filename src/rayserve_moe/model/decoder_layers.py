@@ -1,9 +1,10 @@
-"""Layers of the decoder: a mixer and a feed-forward network, each with its norm and residual."""
+"""Layers of the decoder: a mixer and a feed-forward network, or one of them, each with its norm and residual."""
 
 # T tokens   D model width   L layers   M MoE layers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from rayserve_moe.model.layer_runs import LayerRun
 from rayserve_moe.model.layers.kinds import FfnRows, LayerInputs
 from rayserve_moe.model.layers.table import FFNS, MIXERS
 from rayserve_moe.model.model_config import NO_CAPTURES, Captures, ModelConfig, Parameters, Pools, StepInputs
-from rayserve_moe.model.spec import LayerSpec
+from rayserve_moe.model.spec import NO_PART, LayerSpec
 
 
 class LayerCarry(NamedTuple):
@@ -49,6 +50,8 @@ class LayerPlace(NamedTuple):
     layer: jax.Array
     of_mixer: jax.Array
     of_ffn: jax.Array
+    of_norm: jax.Array
+    """Among layers with any feed-forward network."""
 
 
 def first_carry(hidden_TD: jax.Array, pools: Pools, batch: TokenBatch, *, config: ModelConfig) -> LayerCarry:
@@ -80,11 +83,11 @@ def visit_period(
     """Compute the next period of a run; return the carry and the outputs of its layers."""
     routings, captured, sketches = [], [], []
     for index, kind in enumerate(run.period):
-        place = _place(run, index, carry.num_done)
+        place = place_of(run, index, carry.num_done)
         carry, routing = apply_layer(params, carry, kind, place=place, inputs=inputs, config=config)
         if routing is not None:
             routings.append(routing if captures.gates else routing._replace(gates_TK=None))
-        if captures.index and (name := MIXERS[kind.mixer].captured):
+        if captures.index and kind.mixer != NO_PART and (name := MIXERS[kind.mixer].captured):
             captured += carry.passed[name]
         if inputs.sketch_DP is not None:
             sketches.append(sketch_of(carry.hidden_TD + carry.added_TD, inputs.sketch_DP))
@@ -98,11 +101,12 @@ def sketch_of(hidden_TD: jax.Array, sketch_DP: jax.Array) -> jax.Array:
     return jnp.dot(hidden_TD.astype(jnp.float32), sketch_DP, precision=jax.lax.Precision.HIGHEST)
 
 
-def _place(run: LayerRun, index: int, num_done: jax.Array) -> LayerPlace:
+def place_of(run: LayerRun, index: int, num_done: jax.Array) -> LayerPlace:
     """Return the place of a layer of a period, after `num_done` periods."""
     mixers, ffns = ([getattr(kind, name) for kind in run.period] for name in ("mixer", "ffn"))
+    num_before = sum(count for name, count in run.first_of_ffn.items() if name != NO_PART)
 
-    def number(first: int, names: list[str]) -> jax.Array:
+    def number(first: int, names: Sequence[str | bool]) -> jax.Array:
         own = names[index]
         ahead, stride = names[:index].count(own), names.count(own)
         return first + ahead + (num_done if stride == 1 else num_done * stride)
@@ -111,6 +115,7 @@ def _place(run: LayerRun, index: int, num_done: jax.Array) -> LayerPlace:
         number(run.first, [""] * len(run.period)),
         number(run.first_of_mixer[mixers[index]], mixers),
         number(run.first_of_ffn[ffns[index]], ffns),
+        number(num_before, [name != NO_PART for name in ffns]),
     )
 
 
@@ -124,18 +129,30 @@ def apply_layer(
     config: ModelConfig,
 ) -> tuple[LayerCarry, LayerRouting | None]:
     """Compute a layer; return the carry and, for a layer with experts, its routing."""
-    hidden_TD, normed_TD, found = mixer_block(params, carry, kind, place=place, inputs=inputs, config=config)
-    pools, passed = ({name: found[name] for name in names} for names in (carry.pools, carry.passed))
-    rows = FfnRows(hidden_TD, normed_TD)
-    out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, kind=kind, layer=place.of_ffn, config=config)
-    added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
+    routing = None
+    if kind.mixer != NO_PART:
+        carry = add_mixer(params, carry, kind, place=place, inputs=inputs, config=config)
+    if kind.ffn != NO_PART:
+        hidden_TD, normed_TD = norm_for_ffn(params, carry, place=place, config=config)
+        rows = FfnRows(hidden_TD, normed_TD)
+        out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, kind=kind, layer=place.of_ffn, config=config)
+        added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
+        carry = carry._replace(hidden_TD=hidden_TD, added_TD=added_TD)
     if kind.has_scalar:
-        hidden_TD = (hidden_TD + added_TD) * params["layer_scalars"]["scalar_L1"][place.layer]
-        added_TD = jnp.zeros_like(hidden_TD)
-    return LayerCarry(hidden_TD, added_TD, pools, carry.num_done, passed), routing
+        scalar_1 = params["layer_scalars"]["scalar_L1"][place.layer]
+        hidden_TD = (carry.hidden_TD + carry.added_TD) * scalar_1
+        carry = carry._replace(hidden_TD=hidden_TD, added_TD=jnp.zeros_like(hidden_TD))
+    return carry, routing
 
 
-def mixer_block(
+def norm_for_ffn(
+    params: Parameters, carry: LayerCarry, *, place: LayerPlace, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Return the residual stream [T, D] after the addend, and its norm for the feed-forward network [T, D]."""
+    return _add_and_norm(carry.hidden_TD, carry.added_TD, params["mlp_norm"]["scale"], place.of_norm, config)
+
+
+def add_mixer(
     params: Parameters,
     carry: LayerCarry,
     kind: LayerSpec,
@@ -143,11 +160,8 @@ def mixer_block(
     place: LayerPlace,
     inputs: StepInputs,
     config: ModelConfig,
-) -> tuple[jax.Array, jax.Array, Pools]:
-    """Compute a mixer with its norm and residual.
-
-    Returns: the residual stream [T, D], its norm for the feed-forward network [T, D], and the pools with passed arrays.
-    """
+) -> LayerCarry:
+    """Compute a mixer with its norm; its output is the addend of the carry."""
     mixer, own, weights = MIXERS[kind.mixer], config.spec.mixer(kind.mixer), params[kind.mixer]
     hidden_TD, added_TD, layer, pools = carry.hidden_TD, carry.added_TD, place.of_mixer, {**carry.pools, **carry.passed}
     begun, of_layer = None, LayerInputs(weights, inputs, layer, config)
@@ -160,7 +174,8 @@ def mixer_block(
         hidden_TD, made = begun
         out_TD, pools = mixer.apply(own, (hidden_TD, pools), of_layer, made=made)
     added_TD = _addend(params, out_TD, "mixer", kind=kind, layer=place.layer, config=config)
-    return *_add_and_norm(hidden_TD, added_TD, params["mlp_norm"]["scale"], place.layer, config), pools
+    kept, passed = ({name: pools[name] for name in names} for names in (carry.pools, carry.passed))
+    return LayerCarry(hidden_TD, added_TD, kept, carry.num_done, passed)
 
 
 def _addend(

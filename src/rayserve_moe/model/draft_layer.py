@@ -75,7 +75,7 @@ def draft_features(
         hidden_TD = _product(jnp.concatenate(joined, axis=1), own)
         carry = first_carry(hidden_TD, pools, batch, config=model)
         (kind,), first = model.spec.layers, jnp.asarray(FIRST)
-        place = LayerPlace(first, first, first)
+        place = LayerPlace(*[first] * 4)
         carry, _ = apply_layer(params, carry, kind.kind, place=place, inputs=inputs, config=model)
         hidden_TD, pools = carry.hidden_TD + carry.added_TD, carry.pools
     elif config.draft.algorithm == "EAGLE3":

@@ -19,7 +19,7 @@ from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.param_spec import TRANSPOSED, ParamSpec, norm_spec
 from rayserve_moe.model.parameters import parameter_specs
-from rayserve_moe.model.spec import LayerSpec, ModelSpec, UnsupportedModelError
+from rayserve_moe.model.spec import NO_PART, LayerSpec, ModelSpec, UnsupportedModelError
 
 HEAD = "lm_head.weight"
 EAGLE_TENSORS = {
@@ -141,7 +141,9 @@ def prediction_spec(target: ModelSpec) -> DraftSpec:
     attending = (
         each
         for each in reversed(target.layers)
-        if target.mixer(each.mixer).score_shape() is not None and not MIXERS[each.mixer].needs_earlier_layers
+        if each.mixer != NO_PART
+        and target.mixer(each.mixer).score_shape() is not None
+        and not MIXERS[each.mixer].needs_earlier_layers
     )
     kind = replace(next(attending).kind, ffn="moe")
     layer = replace(target, layers=(kind,), mixers=(target.mixer(kind.mixer),))

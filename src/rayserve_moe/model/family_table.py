@@ -70,5 +70,5 @@ def prediction_rules_of(config: Mapping[str, Any], names: Collection[str] = ()) 
 def fitting_rules(candidates: Iterable[Mapping[str, str]], names: Collection[str], *, layer: int) -> Mapping[str, str]:
     """Return the first rules by which `names` have an expert of `layer`, which has experts; else the first rules."""
     first, *others = candidates
-    fitting = (rules for rules in others if rules["expert_gate"].format(layer=layer, expert=0) in names)
+    fitting = (rules for rules in others if rules["expert_down"].format(layer=layer, expert=0) in names)
     return next(fitting, first)

@@ -1,8 +1,9 @@
 """Tree of all parameters with shape, dtype, logical axes and location in a checkpoint.
 
 Parameters are stacked over the layers of a kind, on leading dimensions: a mixer's in a group of its kind with the
-preceding norm; experts over [MoE layers, expert slots]; norms between and after mixers and feed-forward networks over
-all layers. Loading, initialisation, sharding and memory sizing read this tree.
+preceding norm; experts over [MoE layers, expert slots]; norms ahead of feed-forward networks over the layers that have
+one; norms after mixers and feed-forward networks over all layers. Loading, initialisation, sharding and memory sizing
+read this tree.
 """
 
 # L layers   D model width   V vocabulary
@@ -38,8 +39,8 @@ def parameter_specs(
         norm = _norm(spec, "attention_norm", dtype, spec.layers_with_mixer(mixer.kind))
         parameters = MIXERS[mixer.kind].parameters(mixer, spec, dtype=dtype, tensor_size=tensor_size)
         tree[mixer.kind] = {"norm_LD": norm} | parameters
+    tree["mlp_norm"] = {"scale": _norm(spec, "mlp_norm", dtype, spec.ffn_layer_ids)}
     layers = tuple(range(spec.num_layers))
-    tree["mlp_norm"] = {"scale": _norm(spec, "mlp_norm", dtype, layers)}
     if spec.has_post_norms:
         tree["post_norms"] = {
             f"{part}_LD": _norm(spec, f"post_{part}_norm", dtype, layers) for part in ("mixer", "ffn")

@@ -76,7 +76,7 @@ class QueryScaleSpec:
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """Gated MLPs of the experts, and the shared expert of every MoE layer; dense MLPs have their activation."""
+    """MLPs of the experts, and the shared expert of every MoE layer; dense MLPs have their activation."""
 
     intermediate_size: int
     layout: str = one_of("per_expert", "stacked", "fused_out_in", "fused_in_out_interleaved")
@@ -85,9 +85,10 @@ class ExpertSpec:
     alternate, not transposed)."""
     bias: bool = False
     """True if gate, up and down have biases."""
-    activation: str = one_of("silu", "gelu_tanh", "clamped_swiglu")
-    """Activation of every gated MLP of the model: `silu`, `gelu_tanh` (GELU by its tanh approximation), or
-    `clamped_swiglu` (gate * sigmoid(slope * gate) * (up + 1), with gate at most the limit and up within it)."""
+    activation: str = one_of("silu", "gelu_tanh", "clamped_swiglu", "relu2")
+    """Activation of every MLP of the model: `silu`, `gelu_tanh` (GELU by its tanh approximation), `clamped_swiglu`
+    (gate * sigmoid(slope * gate) * (up + 1), with gate at most the limit and up within it), or `relu2` (the square of
+    up where it is positive, without a gate)."""
     gate_slope: float = 1.702
     """Slope of `clamped_swiglu`."""
     gate_limit: float = 7.0
@@ -99,6 +100,15 @@ class ExpertSpec:
     separate_norms: bool = False
     """True if experts read the stream by a norm of their own, and the outputs of experts and of the shared expert are
     normed before their sum."""
+
+    latent_size: int = 0
+    """If positive, experts read and write rows of this width: a projection of their input, and another one after their
+    sum. The shared expert has the width of the model."""
+
+    @property
+    def has_gate(self) -> bool:
+        """Return True if MLPs have a gate."""
+        return self.activation != "relu2"
 
     def gating(self, limit: float = 0.0) -> Activation:
         """Return the activation with its constants; `limit` is one of a `LayerSpec`."""
@@ -159,14 +169,18 @@ class MixerSpec(Protocol):
         """Return the sizes of scores, or None for a mixer without scores."""
 
 
+NO_PART = "none"
+"""Kind of a mixer or feed-forward network that a layer does not have."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """Decoder layer: a mixer of tokens, then a feed-forward network."""
+    """Decoder layer: a mixer of tokens, then a feed-forward network; or one of them."""
 
     mixer: str
-    """Kind of the mixer."""
-    ffn: Literal["moe", "dense"]
-    """Kind of the feed-forward network."""
+    """Kind of the mixer, or NO_PART."""
+    ffn: Literal["moe", "dense", "none"]
+    """Kind of the feed-forward network, or NO_PART."""
     window: int = 0
     """Number of positions that a token sees, including its own; 0 for all."""
     post_norms: bool = False
@@ -220,7 +234,7 @@ class ModelSpec:
     factors: FactorSpec = FactorSpec()
 
     def __post_init__(self) -> None:
-        kinds = {layer.mixer for layer in self.layers}
+        kinds = {layer.mixer for layer in self.layers} - {NO_PART}
         assert kinds == {mixer.kind for mixer in self.mixers}, f"layers have the mixers {kinds}"
         assert len({layer.post_norms for layer in self.layers}) == 1, "all layers norm their outputs, or none"
         assert len({layer.has_scalar for layer in self.layers}) == 1, "all layers have a scalar, or none"
@@ -266,6 +280,16 @@ class ModelSpec:
     def has_scalars(self) -> bool:
         """Return True if layers multiply the stream by a number; all layers of a model do, or none."""
         return any(layer.has_scalar for layer in self.layers)
+
+    @property
+    def ffn_layer_ids(self) -> tuple[int, ...]:
+        """Return the layers with a feed-forward network, ascending."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.ffn != NO_PART)
+
+    @property
+    def exchanged_width(self) -> int:
+        """Return the width of the rows that experts read and write."""
+        return self.experts.latent_size or self.hidden_size
 
     def windows(self, mixer: str) -> tuple[int, ...]:
         """Return the window of every layer with a kind of mixer; empty if all have full attention."""

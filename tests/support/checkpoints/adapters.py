@@ -96,7 +96,7 @@ class _Making:
 
     def experts(self, layer: int, layout: str) -> None:
         """Adapt gate, up and down of all experts of a layer."""
-        width, inner, num = self.spec.hidden_size, self.spec.experts.intermediate_size, self.spec.router.num_experts
+        width, inner, num = self.spec.exchanged_width, self.spec.experts.intermediate_size, self.spec.router.num_experts
         is_fused = layout in ("fused", "per_parameter")
         shared = 1 if layout == "shared_outer" else num
         a_up, a_gate, a_down = (
@@ -108,9 +108,11 @@ class _Making:
         b_gate, b_up, b_down = self.draw(num, inner, RANK), self.draw(num, inner, RANK), self.draw(shared, width, RANK)
         for expert in range(num):
             for role, a, b in (("gate", a_gate, b_gate), ("up", a_up, b_up), ("down", a_down, b_down)):
+                if f"expert_{role}" not in self.rules:
+                    continue
                 delta = b[expert % len(b)].astype(np.float64) @ a[expert % len(a)]
                 self._merge_expert(layer, expert, role, delta)
-        stem, _, rest = self.rules["expert_gate"].format(layer=layer, expert=0).partition(f"layers.{layer}.")
+        stem, _, rest = self._first_rule.format(layer=layer, expert=0).partition(f"layers.{layer}.")
         parent = rest.partition(".experts")[0] if ".experts" in rest else rest.rpartition(".gate_proj")[0]
         below = "" if rest.startswith("experts.") else f"{parent.removesuffix('.input_linear.weight')}."
         container = f"{stem}layers.{layer}.{below}experts"
@@ -133,7 +135,8 @@ class _Making:
             for part, pair in (("w1", gate), ("w3", up), ("w2", down)):
                 self.add(f"{container}.{part}", *pair)
         else:
-            for part, (a, b) in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            pairs = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+            for part, (a, b) in pairs.items() if "expert_gate" in self.rules else list(pairs.items())[1:]:
                 for expert in range(len(a)):
                     self.add(f"{container}.{expert}.{part}", a[expert], b[expert])
 
@@ -157,6 +160,10 @@ class _Making:
                 delta.T if self._is_in_out else delta,
                 (expert, slice(None), half) if self._is_in_out else (expert, half),
             )
+
+    @property
+    def _first_rule(self) -> str:
+        return self.rules.get("expert_gate", self.rules["expert_up"])
 
     @property
     def _is_in_out(self) -> bool:

@@ -113,6 +113,19 @@ _HYBRID = {
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4}
 _SHORT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 
+_NEMOTRON = {
+    "head_dim": 16, "num_key_value_heads": 2, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
+    "ssm_state_size": 24, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48, "intermediate_size": 96,
+}  # fmt: skip
+
+
+def _nemotron(pattern: str, **changes: Any) -> dict[str, Any]:
+    types = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+    layers = {"num_hidden_layers": len(pattern), "layers_block_type": [types[letter] for letter in pattern]}
+    return {**_NEMOTRON, **layers, **changes}
+
+
 _LING_3 = {**{key: value for key, value in _LATENT.items() if key != "n_routed_experts"}, "num_experts": 16}
 _KIMI = {**_LING_3, "linear_num_heads": 4, "linear_head_dim": 16}
 
@@ -454,6 +467,17 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
             **_LING, "num_key_value_heads": 1, "use_qk_norm": False, "n_group": 8, "topk_group": 3,
             "num_shared_experts": 2,
         },
+    ),
+    "nemotron_h": (
+        _nemotron("MEM*EMEM*E", time_step_min=0.6, routed_scaling_factor=2.5),
+        _nemotron(
+            "M-M*E", moe_latent_size=24, num_experts_per_tok=6, n_groups=1, mamba_head_dim=24, conv_kernel=3,
+            norm_topk_prob=False, n_group=4, topk_group=2, num_key_value_heads=4,
+        ),
+        _nemotron(
+            "M*ME-E", mamba_num_heads=8, n_groups=4, ssm_state_size=8, use_conv_bias=False, num_key_value_heads=1,
+            moe_latent_size=40, layer_norm_epsilon=1e-3, moe_shared_expert_intermediate_size=32,
+        ),
     ),
 }  # fmt: skip
 """What transformers' config class of a family is given, beside the sizes that all have."""

@@ -202,6 +202,30 @@ def _hybrid(config: Config, draw: Draw) -> None:
     )
 
 
+def _nemotron(config: Config, draw: Draw) -> None:
+    _routed(config, draw)
+    _groups(config, draw, count="n_routed_experts")
+    groups, pattern = draw.choice([1, 2, 4]), ["*", "E", *draw.choices("M*E-", k=config["num_hidden_layers"])]
+    draw.shuffle(pattern)
+    for key in ("first_k_dense_replace", "n_shared_experts", "attention_bias", "rope_theta", "rms_norm_eps"):
+        del config[key]
+    config.pop("rope_scaling", None)
+    config.update(hybrid_override_pattern="".join(pattern), num_hidden_layers=len(pattern), tie_word_embeddings=False)
+    config.update(
+        n_groups=groups,
+        mamba_num_heads=groups * draw.choice([1, 2, 3]),
+        mamba_head_dim=draw.choice([4, 8, 16]),
+        ssm_state_size=draw.choice([4, 8, 16]),
+        conv_kernel=draw.choice([2, 3, 4]),
+        use_conv_bias=draw.random() < 0.7,
+        time_step_min=draw.choice([1e-3, 0.6]),
+        layer_norm_epsilon=draw.choice([1e-5, 1e-2]),
+        moe_latent_size=draw.choice([None, 16, 40]),
+        moe_shared_expert_intermediate_size=draw.choice([1, 33, 48]),
+        norm_topk_prob=draw.random() < 0.7,
+    )
+
+
 def _kimi_linear(config: Config, draw: Draw) -> None:
     _deepseek_v3(config, draw)
     config["num_experts"] = config.pop("n_routed_experts")
@@ -324,6 +348,7 @@ def _step(config: Config, draw: Draw) -> None:
 _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "qwen3_moe": _qwen3,
     "qwen2_moe": _qwen2,
+    "nemotron_h": _nemotron,
     "qwen3_next": _hybrid,
     "qwen3_5_moe_text": _hybrid,
     "kimi_linear": _kimi_linear,

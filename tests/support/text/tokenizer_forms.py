@@ -166,7 +166,7 @@ FORMS = {
         config={"unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False, "legacy": True},
     ),
     "mistral": PublishedForm(
-        families=("mistral4",),
+        families=("mistral4", "nemotron_h"),
         said="byte-level, words by case, adds its first token; or `tekken.json`",
         published="Mistral Nemo's, of the same form",
         tokenizer_class="PreTrainedTokenizerFast",

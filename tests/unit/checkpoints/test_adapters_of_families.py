@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe.checkpoints.adapters.config import adapter_config_of
 from rayserve_moe.checkpoints.adapters.placing import merged_tensors
-from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
 from rayserve_moe.model.family_table import rules_of, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 from tests.support.checkpoints.adapters import LAYOUTS, make_adapter
@@ -31,7 +31,7 @@ def test_every_matrix_of_a_family_takes_an_adapter(case: FamilyCase, tmp_path: P
     files = open_checkpoint(checkpoint)
     spec, rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
     tree = parameters_in_files(parameter_specs(spec, dtype="float32", tensor_size=2), rules, spec=spec)
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if spec.experts.has_gate else ("per_expert",):
         made = make_adapter(checkpoint, layout)
         adapter = merged_tensors(adapter_config_of(made.config), made.tensors, tree=tree, rules=rules)
         merging = replace(files, adapter=adapter)
@@ -39,6 +39,24 @@ def test_every_matrix_of_a_family_takes_an_adapter(case: FamilyCase, tmp_path: P
             np.testing.assert_allclose(merging.read(name), wanted, rtol=0, atol=1e-7, err_msg=f"{layout}: {name}")
             part = tuple(slice(size // 2, size) for size in wanted.shape)
             np.testing.assert_array_equal(merging.read(name, part), merging.read(name)[part])
+
+
+def test_a_gate_of_experts_without_one_is_refused(tmp_path: Path) -> None:
+    """Every other matrix of such a model takes an adapter: projections, both parts of experts, and of MLPs."""
+    (case,) = (case for case in FAMILY_CASES if case.name == "nemotron_h-1")
+    checkpoint = write_family(case, tmp_path / "model", seed=3)
+    files = open_checkpoint(checkpoint)
+    spec, rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
+    tree = parameter_specs(spec, dtype="float32")
+    made = make_adapter(checkpoint, "per_expert")
+    adapter = merged_tensors(adapter_config_of(made.config), made.tensors, tree=tree, rules=rules)
+    merging = replace(files, adapter=adapter)
+    for name, wanted in made.merged.items():
+        np.testing.assert_allclose(merging.read(name), wanted, rtol=0, atol=1e-7, err_msg=name)
+    assert {name.rsplit(".", 2)[-2] for name in made.merged} >= {"in_proj", "fc1_latent_proj", "up_proj", "gate"}
+    gates = {name.replace("up_proj", "gate_proj"): value for name, value in made.tensors.items() if "experts.0" in name}
+    with pytest.raises(CheckpointError, match="the experts of this model have no gate"):
+        merged_tensors(adapter_config_of(made.config), gates, tree=tree, rules=rules)
 
 
 def test_parts_of_a_fused_matrix_take_adapters_of_their_own() -> None:

@@ -11,6 +11,7 @@ from rayserve_moe.config.settings import CacheSettings, ModelSettings, ReplaySet
 from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, served_model
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.presets import read_config
 
@@ -22,11 +23,12 @@ SETTINGS = RunnerSettings(
     ReplaySettings(),
 )
 SPEC = spec_from_config(read_config("qwen3.5-35b-a3b"))
+NEMOTRON = spec_from_config(read_config("nemotron-3-nano-30b-a3b"))
 
 
-def laid_out(num_devices: int = 1, **cache: object) -> ServedModel:
+def laid_out(num_devices: int = 1, *, spec: ModelSpec = SPEC, **cache: object) -> ServedModel:
     settings = replace(SETTINGS, cache=replace(SETTINGS.cache, **cache))
-    return served_model(SPEC, plan_for(jax.devices()[:num_devices]), settings=settings)
+    return served_model(spec, plan_for(jax.devices()[:num_devices]), settings=settings)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
@@ -40,6 +42,15 @@ def test_an_entry_and_a_ring_take_the_bytes_of_their_formula_on_each_device(num_
     (group,) = served.pool.entry_groups(1000)
     allocated = bytes_on_device(served.state(1000).pools["delta"])
     assert allocated == group.num_entries * sizes.entry_bytes + ROWS * sizes.ring_bytes
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_mamba2_takes_the_bytes_of_its_formula_on_each_device(num_devices: int):
+    """Twenty-three layers of 64 heads of 64 with states of 128, in 8 groups: 50 MB an entry, and 40 MB a ring."""
+    (sizes,) = laid_out(num_devices, spec=NEMOTRON).pool.entries
+    heads, groups, channels = 64 // num_devices, 8 // num_devices, (4096 + 2 * 8 * 128) // num_devices
+    assert sizes.entry_bytes == 23 * 4 * (heads * 128 * 64 + 3 * channels)
+    assert sizes.ring_bytes == 23 * 4 * (64 * (groups * 128 + heads * 64 + heads) + 16 * channels)
 
 
 def test_entries_of_prefixes_take_their_share_beside_two_for_each_row():

@@ -68,6 +68,19 @@ def test_biases_are_added_once_to_every_result(kernel):
 
 
 @KERNEL
+def test_experts_without_a_gate_square_what_is_positive(kernel):
+    generator, slots = np.random.default_rng(6), np.array([[0, 1], [2, 0], [1, 3]])
+    hidden = generator.standard_normal((3, WIDTH)).astype(np.float32)
+    weights = weights_for(3)._replace(gate_XDF=None)
+    experts = LayerExperts(weights, jnp.int32(3), ProductConfig(3, 2.0, Activation("relu2")))
+    found = kernel(jnp.asarray(hidden), jnp.asarray(slots, jnp.int32), experts)
+    for token, pick in zip(*np.nonzero(slots < 3), strict=True):
+        expert = 3 + slots[token, pick]
+        inner = np.maximum(hidden[token] @ np.asarray(weights.up_XDF[expert], np.float64), 0) ** 2
+        np.testing.assert_allclose(found[token, pick], inner @ weights.down_XFD[expert], atol=2e-5)
+
+
+@KERNEL
 @pytest.mark.parametrize("which", [3, 4, 5])
 def test_every_bias_shows(kernel, which):
     hidden, slots, weights = jnp.ones((3, WIDTH)), jnp.zeros((3, 1), jnp.int32), weights_for(1, biased=True)

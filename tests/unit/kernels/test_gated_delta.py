@@ -82,6 +82,7 @@ def run_step(
     rows_B: jax.Array,
     entries: RowEntries,
     taps: jax.Array,
+    bias: jax.Array | None,
     num_singles: int,
     delta: bool,
 ) -> tuple[jax.Array, jax.Array, DeltaPools]:
@@ -90,7 +91,7 @@ def run_step(
     blocks = {"num_singles": num_singles, "block_tokens": BLOCK}
     history = find_history(positions_T, rows_B, entries, **blocks, num_taps=TAPS)
     zero = (jnp.int32(0), jnp.int32(0))
-    mixed = short_conv(tokens.inputs_TKW, taps, pools, history, layer=zero)
+    mixed = short_conv(tokens.inputs_TKW, taps, pools, history, layer=zero, bias_KW=bias)
     out, pools = advance(tokens, pools, pieces, layer=zero, delta=delta)
     return mixed, out, pools
 
@@ -138,6 +139,7 @@ class Runner:
             rows_B=jnp.asarray(rows),
             entries=RowEntries(*(jnp.asarray(each, jnp.int32) for each in (own, source, base))),
             taps=jnp.asarray(taps_of()),
+            bias=jnp.asarray(bias_of(self.kind)) if bias_of(self.kind).any() else None,
             num_singles=num_singles,
             delta=KINDS[self.kind][0],
         )
@@ -164,6 +166,12 @@ def taps_of() -> np.ndarray:
     return np.random.default_rng(7).standard_normal((TAPS, KEY_HEADS, CHANNELS)).astype(np.float32)
 
 
+def bias_of(kind: str) -> np.ndarray:
+    """Return the bias of the convolution, which layers without the delta rule have."""
+    bias = np.random.default_rng(8).standard_normal((KEY_HEADS, CHANNELS)).astype(np.float32)
+    return bias if kind == "ssd" else np.zeros_like(bias)
+
+
 def started(kind: str, **knobs) -> Runner:
     """Return a row at the first token of the kind's sequence."""
     return Runner(kind, drawn(kind), empty_pools(kind, knobs.pop("fill", 0.0)), **knobs)
@@ -184,7 +192,7 @@ def test_it_is_the_recurrence_and_a_causal_convolution(kind):
     ours, expected = np.concatenate(found.outputs), recurrence(found.tokens, delta=KINDS[kind][0])
     assert np.abs(ours - expected).max() < 3e-6 * np.abs(expected).max()
     padded = np.concatenate([np.zeros((TAPS - 1, KEY_HEADS, CHANNELS)), found.tokens.inputs_TKW])
-    total = sum(padded[tap : tap + NUM_TOKENS] * taps_of()[tap] for tap in range(TAPS))
+    total = sum(padded[tap : tap + NUM_TOKENS] * taps_of()[tap] for tap in range(TAPS)) + bias_of(kind)
     assert np.allclose(np.concatenate(found.mixed), total / (1 + np.exp(-total)), atol=2e-6)
 
 

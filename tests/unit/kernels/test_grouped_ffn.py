@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rayserve_moe.kernels.reference.activations import SILU, Activation
 from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
     LayerExperts,
@@ -29,6 +30,14 @@ SLOTS_OF_TOKENS = {
 }
 
 
+def without_gate(weights: ExpertWeights) -> ExpertWeights:
+    return weights._replace(gate_XDF=None, gate_scale_XZF=None)
+
+
+def config_for(weights: ExpertWeights) -> ProductConfig:
+    return ProductConfig(SLOTS, 8.0, Activation("relu2") if weights.gate_XDF is None else SILU)
+
+
 def experts_of(inner: int, dtype: str) -> LayerExperts:
     generator = np.random.default_rng(inner)
     shapes = [(2 * SLOTS, WIDTH, inner), (2 * SLOTS, WIDTH, inner), (2 * SLOTS, inner, WIDTH)]
@@ -42,7 +51,7 @@ def largest_difference(slots: np.ndarray, experts: LayerExperts, *, expected: La
     The product is that of `expected`, if given.
     """
     hidden = jnp.asarray(np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH)), jnp.float32)
-    hidden, slots_TK = hidden.astype(experts.weights.gate_XDF.dtype), jnp.asarray(slots, jnp.int32)
+    hidden, slots_TK = hidden.astype(experts.weights.up_XDF.dtype), jnp.asarray(slots, jnp.int32)
     found = interpreted(TPU.experts.results, interpret=True)(hidden, slots_TK, experts)
     wanted = multiply_in_blocks(hidden, slots_TK, expected or experts)
     return float(np.abs(np.asarray(found - wanted, np.float32)[slots < SLOTS]).max())
@@ -60,6 +69,18 @@ def test_an_expert_in_parts(slots, monkeypatch):
     monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 2 * 3 * WIDTH * 128 * 4)
     assert grouped_ffn.inner_block(WIDTH, 256, 4) == 128
     assert largest_difference(slots, experts_of(256, "float32")) < 1e-4
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_experts_without_a_gate(num_parts, monkeypatch):
+    """In float32, and in 8 bits against the numbers that they stand for; held whole, or in parts of 128 columns."""
+    monkeypatch.setattr(grouped_ffn, "inner_block", lambda *_, **__: 256 // num_parts)
+    weights = without_gate(experts_of(256, "float32").weights)
+    experts = LayerExperts(weights, jnp.asarray(SLOTS, jnp.int32), config_for(weights))
+    assert largest_difference(SLOTS_OF_TOKENS["any, and elsewhere"], experts) < 1e-4
+    pair = random_experts(2 * SLOTS, WIDTH, 256, seed=1, powers_of_two=True, dtype="int8")
+    found, wanted = (multiplied(without_gate(each), "float32") for each in pair)
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_columns_of_zeros_add_nothing():
@@ -114,9 +135,7 @@ def multiplied(weights: ExpertWeights, dtype: str) -> np.ndarray:
     """Rows of the second layer that are here, by the kernel."""
     slots = SLOTS_OF_TOKENS["any, and elsewhere"]
     hidden = jnp.asarray(np.random.default_rng(7).standard_normal((len(slots), WIDTH)), dtype)
-    matrices = (array if array.dtype.itemsize == 1 else array.astype(dtype) for array in weights[:3])
-    experts = LayerExperts(
-        ExpertWeights(*matrices, *weights[3:]), jnp.asarray(SLOTS, jnp.int32), ProductConfig(SLOTS, 8.0)
-    )
+    matrices = jax.tree.map(lambda array: array if array.dtype.itemsize == 1 else array.astype(dtype), weights[:3])
+    experts = LayerExperts(ExpertWeights(*matrices, *weights[3:]), jnp.asarray(SLOTS, jnp.int32), config_for(weights))
     found = grouped_ffn.multiply_grouped(hidden, jnp.asarray(slots, jnp.int32), experts, interpret=True)
     return np.asarray(found, np.float32)[slots < SLOTS]

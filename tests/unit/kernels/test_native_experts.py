@@ -44,15 +44,17 @@ def draw(generator: np.random.Generator, *shape: int, scale: float = 1.0) -> jax
     return jnp.asarray(generator.standard_normal(shape) * scale, jnp.bfloat16)
 
 
-def weights_of(generator: np.random.Generator, *, has_biases: bool) -> ExpertWeights:
+def weights_of(generator: np.random.Generator, *, has_biases: bool, activation: Activation = SILU) -> ExpertWeights:
     """Of two layers; gates reach beyond 7, where one activation clips."""
     shapes = [(WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)]
     biases = [(INNER,), (INNER,), (WIDTH,)] if has_biases else []
-    return ExpertWeights(*(draw(generator, 2 * SLOTS, *shape, scale=0.5) for shape in (*shapes, *biases)))
+    weights = ExpertWeights(*(draw(generator, 2 * SLOTS, *shape, scale=0.5) for shape in (*shapes, *biases)))
+    return weights._replace(gate_XDF=None, gate_bias_XF=None) if activation.name == "relu2" else weights
 
 
 def packed(weights: ExpertWeights) -> ExpertWeights:
-    return ExpertWeights(*map(pack, weights[:3]), *weights[3:])
+    matrices = (matrix if matrix is None else pack(matrix) for matrix in weights[:3])
+    return ExpertWeights(*matrices, *weights[3:])
 
 
 def experts_of(weights: ExpertWeights, activation: Activation) -> LayerExperts:
@@ -66,8 +68,11 @@ def rounding_of(weights: ExpertWeights, hidden: jax.Array, slots: np.ndarray, ac
     gate, up, down, *biases = wide
     gate_bias, up_bias, down_bias = (0.0 if bias is None else bias for bias in biases)
     rows = np.asarray(hidden, np.float64)
-    gate, up = (np.einsum("TD,TKDF->TKF", rows, each) + bias for each, bias in ((gate, gate_bias), (up, up_bias)))
-    inner = activate(jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32), activation).astype(jnp.bfloat16)
+    gate, up = (
+        each if each is None else jnp.asarray(np.einsum("TD,TKDF->TKF", rows, each) + bias, jnp.float32)
+        for each, bias in ((gate, gate_bias), (up, up_bias))
+    )
+    inner = activate(gate, up, activation).astype(jnp.bfloat16)
     return np.einsum("TKF,TKFD->TKD", np.asarray(inner, np.float64), down) + down_bias
 
 
@@ -76,7 +81,8 @@ def rounding_of(weights: ExpertWeights, hidden: jax.Array, slots: np.ndarray, ac
 @ANY_ACTIVATION
 def test_experts_with_biases_and_any_activation_are_those_of_the_blocks(activation, has_biases):
     generator = np.random.default_rng(len(activation.name))
-    weights, hidden = weights_of(generator, has_biases=has_biases), draw(generator, TOKENS, WIDTH)
+    weights = weights_of(generator, has_biases=has_biases, activation=activation)
+    hidden = draw(generator, TOKENS, WIDTH)
     slots = np.stack([generator.permutation(SLOTS)[:TOP_K] for _ in range(TOKENS)]).astype(np.int32)
     exact = rounding_of(weights, hidden, slots, activation)
     blocks = multiply_in_blocks(hidden, jnp.asarray(slots), experts_of(weights, activation))
@@ -91,9 +97,10 @@ def test_experts_with_biases_and_any_activation_are_those_of_the_blocks(activati
 @ANY_ACTIVATION
 def test_an_mlp_has_the_activation_of_its_call(activation):
     generator = np.random.default_rng(4)
-    weights, hidden = weights_of(generator, has_biases=False)[:3], draw(generator, TOKENS, WIDTH)
-    found = calls.gated_mlp(hidden, tuple(map(pack, weights)), layer=jnp.int32(SLOTS), activation=activation)
-    wide = (hidden.astype(jnp.float32), tuple(each.astype(jnp.float32) for each in weights))
+    weights = weights_of(generator, has_biases=False, activation=activation)
+    hidden = draw(generator, TOKENS, WIDTH)
+    found = calls.gated_mlp(hidden, packed(weights)[:3], layer=jnp.int32(SLOTS), activation=activation)
+    wide = hidden.astype(jnp.float32), jax.tree.map(lambda each: each.astype(jnp.float32), weights[:3])
     expected = layers.gated_mlp(*wide, layer=jnp.int32(SLOTS), activation=activation)
     np.testing.assert_allclose(found, expected, atol=2**-6 * np.abs(expected).max())
 
@@ -102,15 +109,14 @@ def test_an_mlp_has_the_activation_of_its_call(activation):
 def test_columns_of_zeros_add_nothing(activation):
     """Weights and biases whose inner width is padded give the same bits."""
     generator = np.random.default_rng(1)
-    weights, hidden = weights_of(generator, has_biases=True), draw(generator, TOKENS, WIDTH)
+    weights = weights_of(generator, has_biases=True, activation=activation)
+    hidden = draw(generator, TOKENS, WIDTH)
     slots = jnp.asarray(generator.integers(0, SLOTS, (TOKENS, TOP_K)), jnp.int32)
-    padding = [(0, 0), (0, 32)]
-    more = ExpertWeights(
-        *(jnp.pad(weights[i], [(0, 0), *padding]) for i in (0, 1)),
-        jnp.pad(weights.down_XFD, [(0, 0), (0, 32), (0, 0)]),
-        *(jnp.pad(weights[i], padding) for i in (3, 4)),
-        weights.down_bias_XD,
-    )
+    inner = [(0, 0), (0, 32)]
+    columns, rows = [(0, 0), *inner], [*inner, (0, 0)]
+    padding = ExpertWeights(columns, columns, rows, inner, inner, [(0, 0), (0, 0)])
+    pairs = zip(weights, padding, strict=True)
+    more = ExpertWeights(*(array if array is None else jnp.pad(array, widths) for array, widths in pairs))
     once, again = (
         calls.expert_results(hidden, slots, experts_of(packed(each), activation)) for each in (weights, more)
     )
@@ -120,7 +126,8 @@ def test_columns_of_zeros_add_nothing(activation):
 @ANY_ACTIVATION
 def test_what_is_no_number_stays_none(activation):
     generator = np.random.default_rng(2)
-    weights, hidden = weights_of(generator, has_biases=True), draw(generator, TOKENS, WIDTH)
+    weights = weights_of(generator, has_biases=True, activation=activation)
+    hidden = draw(generator, TOKENS, WIDTH)
     slots = jnp.asarray(generator.integers(0, SLOTS, (TOKENS, TOP_K)), jnp.int32)
     experts = experts_of(packed(weights), activation)
     found = np.asarray(calls.expert_results(hidden.at[4, 7].set(jnp.nan), slots, experts), np.float32)

@@ -1,4 +1,4 @@
-"""Layers with a delta rule by native kernels: as near to float32 as by XLA, and no bit depends on how tokens came."""
+"""Recurrent layers by native kernels: as near to float32 as by XLA, and no bit depends on how tokens came."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ import pytest
 from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.kernels.attention_layer import TokenBatch
+from rayserve_moe.kernels.cpu_native import delta_call, mamba2_call
 from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF
-from rayserve_moe.kernels.cpu_native.delta_call import advance_layer
 from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.delta_gates import GateRule
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, DeltaPools, Pieces, RowEntries
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE
 from rayserve_moe.model.families.qwen3_5_moe_text import spec_from_hf
-from rayserve_moe.model.layers.gated_delta import KIND, STATE, GatedDelta
+from rayserve_moe.model.layers.gated_delta import STATE, GatedDelta
 from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.layers.kinds import LayerInputs
+from rayserve_moe.model.layers.mamba2 import Mamba2
 from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.model_config import ModelConfig, StepInputs
+from rayserve_moe.model.spec import MixerSpec
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.kernels.native_kernels import need_native_kernels
 
@@ -36,6 +38,11 @@ SIZES = {
     "three value heads per key head": GatedDelta(2, num_value_heads=6, key_dim=32, value_dim=48, num_taps=4),
     "odd widths": GatedDelta(3, num_value_heads=6, key_dim=20, value_dim=7, num_taps=3),
     "as published": GatedDelta(1, num_value_heads=2, key_dim=128, value_dim=128, num_taps=4),
+    "mamba2": Mamba2(6, value_dim=48, num_key_heads=2, key_dim=32, num_taps=4, min_step=0.6, conv_bias=True),
+    "mamba2, odd widths": Mamba2(6, value_dim=7, num_key_heads=3, key_dim=20, num_taps=3, min_step=0.1),
+    "mamba2, as published": Mamba2(
+        8, value_dim=64, num_key_heads=1, key_dim=128, num_taps=4, min_step=0.001, conv_bias=True
+    ),
     "a decay per element": KimiDelta(
         3, head_dim=20, num_taps=3, gates=GateRule("sigmoid"), rank=6, decay_rates_in_block=True
     ),
@@ -45,6 +52,11 @@ SIZES = {
     "Kimi-Linear": KimiDelta(1, head_dim=128, num_taps=4, gates=GateRule("sigmoid"), rank=128),
 }
 SMALL = SIZES["odd widths"]
+EACH_KIND = pytest.mark.parametrize("own", [SMALL, SIZES["mamba2, odd widths"]], ids=lambda own: own.kind)
+
+
+DRAWN = {"decay": (1.0, -2.0), "norm": (0.2, 1.0), "skip": (0.2, 1.0), "conv": (0.5, 0.0), "conv_bias": (0.3, 0.0)}
+"""Scale and offset of weights by the end of their role; projections have others."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,33 +65,30 @@ def _kernels():
 
 
 @cache
-def config_of(own: GatedDelta | KimiDelta, kernels: Kernels) -> ModelConfig:
+def config_of(own: MixerSpec, kernels: Kernels) -> ModelConfig:
     spec = spec_from_hf(FAMILY_PRESETS["qwen3.5-tiny"].hf_config("float32"))
-    others = tuple(mixer for mixer in spec.mixers if mixer.kind != KIND)
-    delta, full = (
-        next(layer for layer in spec.layers if (layer.mixer == KIND) is is_delta) for is_delta in (True, False)
-    )
-    delta = replace(delta, mixer=own.kind)
-    spec = replace(spec, hidden_size=WIDTH, mixers=(own, *others), layers=(delta, delta, full))
+    full = next(layer for layer in spec.layers if layer.mixer == "gqa")
+    recurrent = replace(full, mixer=own.kind)
+    spec = replace(spec, hidden_size=WIDTH, mixers=(own, spec.mixer("gqa")), layers=(recurrent, recurrent, full))
     return ModelConfig(spec, ExpertConfig(spec.router, kernels, plan_for(jax.devices()[:1])))
 
 
 @cache
-def weights_of(own: GatedDelta | KimiDelta) -> dict[str, np.ndarray]:
+def weights_of(own: MixerSpec) -> dict[str, np.ndarray]:
     """Draw float32 weights that bfloat16 holds; decays remember some tokens."""
     rng = np.random.default_rng(1)
     specs = MIXERS[own.kind].parameters(own, config_of(own, CPU).spec, dtype="bfloat16", tensor_size=1)
     drawn = {}
     for name, each in specs.items():
         values = rng.standard_normal(each.shape, dtype=np.float32)
-        kind = each.role.rsplit("_")[-1]
-        scale, offset = {"decay": (1.0, -2.0), "norm": (0.2, 1.0), "conv": (0.5, 0.0)}.get(kind, (WIDTH**-0.5, 0.0))
+        ends = (drawing for end, drawing in DRAWN.items() if each.role.endswith(end))
+        scale, offset = next(ends, (WIDTH**-0.5, 0.0))
         values = values * np.float32(scale) + np.float32(offset)
         drawn[name] = np.asarray(jnp.asarray(values, each.dtype).astype(jnp.float32))
     return drawn
 
 
-def empty_pools(own: GatedDelta | KimiDelta, fill: float = 0.0) -> DeltaPools:
+def empty_pools(own: MixerSpec, fill: float = 0.0) -> DeltaPools:
     """Return pools that hold `fill`; entry 0 of each layer is zeros."""
     (state,) = MIXERS[own.kind].states(own, kernels=CPU, tensor_size=1)
     entries = [np.full((NUM_LAYERS * NUM_ENTRIES, *each.shape), fill, np.float32) for each in state.entry]
@@ -90,7 +99,7 @@ def empty_pools(own: GatedDelta | KimiDelta, fill: float = 0.0) -> DeltaPools:
 
 
 @cache
-def program_of(own: GatedDelta | KimiDelta, kernels: Kernels, dtype: str, num_singles: int):
+def program_of(own: MixerSpec, kernels: Kernels, dtype: str, num_singles: int):
     """Return the weights, and a compiled function of a step that keeps no buffer of its pools."""
     config = config_of(own, kernels)
     specs = MIXERS[own.kind].parameters(own, config.spec, dtype=dtype, tensor_size=1)
@@ -117,7 +126,7 @@ def drawn_hidden(num_tokens: int = NUM_TOKENS) -> np.ndarray:
 class Row:
     """A row with one sequence, with the values that a scheduler keeps of it."""
 
-    own: GatedDelta | KimiDelta
+    own: MixerSpec
     pools: DeltaPools
     hidden: np.ndarray = field(default_factory=drawn_hidden)
     kernels: Kernels = CPU_NATIVE
@@ -182,7 +191,7 @@ class Row:
         return np.concatenate(self.outputs)
 
 
-def started(own: GatedDelta | KimiDelta = SMALL, *, fill: float = 0.0, **values) -> Row:
+def started(own: MixerSpec = SMALL, *, fill: float = 0.0, **values) -> Row:
     """Return a row ahead of its first token."""
     return Row(own, empty_pools(own, fill), **values)
 
@@ -220,9 +229,10 @@ def test_no_bit_depends_on_cuts_company_or_what_a_ring_held(name, cuts):
     assert_same(whole, started(SIZES[name], fill=np.nan, has_company=True).run(cuts))
 
 
-def test_drafts_that_do_not_count_leave_no_trace():
-    whole, rng = started().run((64,)), np.random.default_rng(3)
-    found = started().run((33, 1), end=90)
+@EACH_KIND
+def test_drafts_that_do_not_count_leave_no_trace(own):
+    whole, rng = started(own).run((64,)), np.random.default_rng(3)
+    found = started(own).run((33, 1), end=90)
     while found.position < NUM_TOKENS:
         room = min(4, NUM_TOKENS - found.position, CHUNK - found.position % CHUNK)
         counted = min(int(rng.integers(1, 5)), room)
@@ -232,20 +242,22 @@ def test_drafts_that_do_not_count_leave_no_trace():
     assert_same(whole, found)
 
 
-def test_a_token_that_is_not_finite_is_reported_and_poisons_nothing():
-    found = started()
+@EACH_KIND
+def test_a_token_that_is_not_finite_is_reported_and_poisons_nothing(own):
+    found = started(own)
     found.hidden = found.hidden.copy()
     found.hidden[40, 3] = np.inf
     found.run((NUM_TOKENS,))
     assert np.flatnonzero(np.isnan(found.output).any(axis=1)).tolist() == [40]
 
 
+@EACH_KIND
 @pytest.mark.parametrize("base", [64, 128, 192])
-def test_a_row_continues_from_an_entry_that_another_row_wrote(base):
-    whole = started().run((64,))
-    found = started().run((50, 1), end=base + 1)
+def test_a_row_continues_from_an_entry_that_another_row_wrote(own, base):
+    whole = started(own).run((64,))
+    found = started(own).run((50, 1), end=base + 1)
     kept = found.bits_of(2)
-    follower = Row(SMALL, found.pools, row=0, entries=(3, 2, base), position=base).run((3, 40))
+    follower = Row(own, found.pools, row=0, entries=(3, 2, base), position=base).run((3, 40))
     assert np.array_equal(follower.output.view(np.uint32), whole.output[base:].view(np.uint32))
     assert all(whole.states[at] == bits for at, bits in follower.states.items())
     assert follower.bits_of(2) == kept, "the entry that it began with is as it was"
@@ -264,16 +276,19 @@ BAD_PIECES = {
 }
 
 
+@EACH_KIND
 @pytest.mark.parametrize("changes", [*BAD_PIECES.values()], ids=[*BAD_PIECES])
-def test_a_piece_outside_the_step_or_the_pools_is_refused(changes):
-    weights, _ = program_of(SMALL, CPU_NATIVE, "bfloat16", 8)
+def test_a_piece_outside_the_step_or_the_pools_is_refused(own, changes):
+    weights, _ = program_of(own, CPU_NATIVE, "bfloat16", 8)
+    kernel = partial(delta_call.advance_layer, gates=GateRule())
+    kernel = partial(mamba2_call.advance_layer, min_step=0.0) if isinstance(own, Mamba2) else kernel
     hidden = jnp.zeros((8, WIDTH), jnp.bfloat16)
 
     def run(values: dict[str, int]) -> np.ndarray:
         row, start, known, count, token, own, source, base = (jnp.array([values[name]], jnp.int32) for name in SOUND)
         pieces = Pieces(row, start, known, count, token, RowEntries(own, source, base))
-        step = jax.jit(partial(advance_layer, layer=jnp.int32(LAYER), eps=1e-6, gates=GateRule()))
-        return np.asarray(step(hidden, weights, empty_pools(SMALL), pieces)[0])
+        step = jax.jit(partial(kernel, layer=jnp.int32(LAYER), eps=1e-6))
+        return np.asarray(step(hidden, weights, empty_pools(own), pieces)[0])
 
     assert np.isfinite(run(SOUND)).all()
     with pytest.raises(jax.errors.JaxRuntimeError, match="outside the step or the pools"):

@@ -227,6 +227,20 @@ KNOBS = {
     },
     "step3p5-1": {"windows": (), "dense": (1,), "mixer.score_scale": 0.5, "mixer.output_bias": True},
     "step3p5-2": {"windows": (20, 0, 20, 0), "dense": (), "gqa.rope.yarn.factor": 4.0, "swa.rope.rotary_dim": 8},
+    "nemotron_h-0": {
+        "dense": (),
+        "mamba2.min_step": 0.6,
+        "gqa.rope": None,
+        "experts.activation": "relu2",
+        "experts.shared_size": 48,
+        "experts.latent_size": 0,
+        "moe_layer_ids": (1, 4, 6, 9),
+        "ffn_layer_ids": (1, 4, 6, 9),
+        "router.scale": 2.5,
+        "norm_eps": 1e-5,
+    },
+    "nemotron_h-1": {"dense": (1,), "ffn_layer_ids": (1, 4), "exchanged_width": 24, "mamba2.num_taps": 3},
+    "nemotron_h-2": {"mamba2.conv_bias": False, "mamba2.num_key_heads": 4, "mamba2.min_step": 0.001, "norm_eps": 1e-3},
     "granitemoe-2": {"mixer.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }
 
@@ -349,6 +363,14 @@ def test_the_prediction_layer_of_hy3_has_its_own_name_for_the_last_norm():
     rules = prediction_rules_of(config_of(next(case for case in FAMILY_CASES if case.name == "hy_v3-0")))
     assert rules["draft_norm"] == "model.layers.3.final_layernorm.weight"
     assert rules["shared_up"] == "model.layers.3.mlp.shared_mlp.up_proj.weight"
+
+
+def test_a_pattern_of_letters_is_the_list_of_types_in_either_spelling():
+    types = {"linear_attention": "mamba", "full_attention": "attention"}
+    case = next(case for case in FAMILY_CASES if case.name == "nemotron_h-0")
+    old = [types.get(each, each) for each in case.config["layers_block_type"]]
+    letters = {"layers_block_type": None, "hybrid_override_pattern": "MEM*EMEM*E", "num_hidden_layers": 4}
+    assert spec_of(case.name, layers_block_type=old) == spec_of(case.name, **letters) == spec_of(case.name)
 
 
 def test_a_single_layer_has_its_experts():
@@ -634,6 +656,18 @@ REFUSED = {
     "rotated halves": ("bailing_hybrid-0", {"rope_interleave": False}, "rope_interleave = False"),
     "value heads": ("qwen3_next-0", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3 do not divide"),
     "long convolution": ("qwen3_5_moe_text-0", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim = 9"),
+    "layers of no letter": (
+        "nemotron_h-0",
+        {"layers_block_type": None, "hybrid_override_pattern": "MEX*"},
+        "hybrid_override_pattern must give each layer one of M[*]E-, found 'MEX[*]'",
+    ),
+    "layers of no type": ("nemotron_h-0", {"layers_block_type": ["moe", 3]}, "layers_block_type must give each layer"),
+    "no pattern": ("nemotron_h-0", {"layers_block_type": None}, "hybrid_override_pattern must give each layer"),
+    "no attention": ("nemotron_h-0", {"layers_block_type": ["mamba", "moe"]}, "no layer with attention"),
+    "heads of no group": ("nemotron_h-0", {"n_groups": 3}, "mamba_num_heads = 4 do not divide over n_groups = 3"),
+    "taps of Mamba": ("nemotron_h-0", {"conv_kernel": 9}, "conv_kernel = 9 is not from 2 to 8"),
+    "gated experts": ("nemotron_h-0", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu' is not supported"),
+    "biased projections": ("nemotron_h-0", {"use_bias": True}, "use_bias = True is not supported for nemotron_h"),
     "plain output": ("qwen3_5_moe_text-0", {"attn_output_gate": False}, "attn_output_gate = False"),
     "odd heads": ("gpt_oss-0", {"head_dim": 33}, "rotary_dim 33 must be even"),
     "odd latent heads": ("deepseek_v3-0", {"qk_rope_head_dim": 15}, "rotary_dim 15 must be even"),
@@ -776,6 +810,7 @@ OTHER_KEYS = {
     "laguna": ("gating_types", "mlp_only_layers", "num_attention_heads_per_layer"),
     "mimo_v2_flash": ("hybrid_layer_pattern", "moe_layer_freq", "sliding_window_size", "swa_rope_theta"),
     "minimax_m3_vl_text": ("sparse_attention_config", "moe_layer_freq"),
+    "nemotron_h": ("hybrid_override_pattern",),
     "step3p5": (
         *("attention_other_setting", "moe_layers_enum", "num_attention_groups", "partial_rotary_factors"),
         *("rope_scaling", "rope_theta", "share_expert_dims", "yarn_only_types"),

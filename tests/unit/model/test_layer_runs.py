@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
+import jax.numpy as jnp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayserve_moe.model import decoder_layers
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.layer_runs import LayerRun, layer_runs, periods
-from rayserve_moe.model.spec import LayerSpec, ModelSpec
+from rayserve_moe.model.spec import NO_PART, LayerSpec, ModelSpec
 from tests.support.models.families import FAMILY_CASES, config_of
 
 SPEC = next(spec_from_config(config_of(case)) for case in FAMILY_CASES if case.family == "qwen3_moe")
 A, B = LayerSpec("gqa", "moe"), LayerSpec("gqa", "dense")
+MIXER_ONLY, FFN_ONLY = LayerSpec("gqa", NO_PART), LayerSpec(NO_PART, "moe")
 
 
 def spec_of(*layers: LayerSpec) -> ModelSpec:
@@ -61,6 +64,21 @@ def test_a_hybrid_pattern_is_one_run():
     assert periods("aaab" * 10) == [(4, 10)]
     assert periods("d" + "aaab" * 10) == [(1, 1), (4, 10)]
     assert periods("aaab" * 3 + "aa") == [(4, 3), (1, 2)]
+
+
+@given(st.lists(st.sampled_from([A, MIXER_ONLY, FFN_ONLY]), max_size=20))
+def test_norms_ahead_of_networks_are_counted_over_the_layers_that_have_one(layers: list[LayerSpec]):
+    spec = spec_of(A, *layers)
+    for run in layer_runs(spec):
+        for number in range(run.length):
+            for index, kind in enumerate(run.period):
+                layer = run.first + number * len(run.period) + index
+                place = decoder_layers.place_of(run, index, jnp.int32(number))
+                assert place.layer == layer
+                if kind.ffn != NO_PART:
+                    assert spec.ffn_layer_ids[int(place.of_norm)] == layer
+                if kind.mixer != NO_PART:
+                    assert spec.layers_with_mixer("gqa")[int(place.of_mixer)] == layer
 
 
 @given(st.lists(st.sampled_from([A, B]), max_size=20), st.sets(st.integers(0, 21)))

@@ -18,7 +18,7 @@ from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.operations import Kernels, PoolKernels
 from rayserve_moe.kernels.table import CPU, PAGED, TPU, grouped_attention
 from rayserve_moe.kernels.tpu import paged_attention
-from rayserve_moe.model.decoder_layers import LayerCarry, LayerPlace, mixer_block, step_inputs
+from rayserve_moe.model.decoder_layers import LayerCarry, LayerPlace, add_mixer, norm_for_ffn, step_inputs
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.parallel.mesh import plan_for
 from tests.support.kernels.interpreter import interpreted
@@ -66,9 +66,9 @@ def block_by(kernels: Kernels, prompt: tuple[int, ...]) -> list[np.ndarray]:
     def run(pool: jax.Array) -> tuple[jax.Array, ...]:
         pools = {"kv": (pool,)}
         carry, inputs = LayerCarry(hidden, added, pools, jnp.int32(0), {}), step_inputs(batch, pools, config)
-        place = LayerPlace(*[jnp.int32(LAYER)] * 3)
-        *found, pools = mixer_block(weights, carry, spec.layers[LAYER], place=place, inputs=inputs, config=config)
-        return *found, *pools["kv"]
+        place = LayerPlace(*[jnp.int32(LAYER)] * 4)
+        carry = add_mixer(weights, carry, spec.layers[LAYER], place=place, inputs=inputs, config=config)
+        return *norm_for_ffn(weights, carry, place=place, config=config), *carry.pools["kv"]
 
     pool = jnp.asarray(pool, jnp.float32)
     *found, pool = jax.jit(run)(pool.reshape(*pool.shape[:2], -1) if kernels.attention.has_packed_rows else pool)

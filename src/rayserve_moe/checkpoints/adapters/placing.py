@@ -21,7 +21,7 @@ from rayserve_moe.checkpoints.names import SpecTree, tensor_name, tensor_places,
 from rayserve_moe.model.param_spec import ParamSpec
 
 _LAYER = re.compile(r"(?:(.*)\.)?layers\.(\d+)\.(.+)")
-_DECODERS = (None, "model", "language_model", "language_model.model", "model.language_model")
+_DECODERS = (None, "model", "backbone", "language_model", "language_model.model", "model.language_model")
 """Names of the module that holds the layers of a language model; encoders of images have others."""
 _HEAD = "lm_head"
 _ROLES = {
@@ -110,8 +110,8 @@ class _Model:
     def additions_of(self, part: AdapterPart, config: AdapterConfig) -> Iterator[tuple[AdapterTarget, Addition]]:
         """Yield the additions of a pair with their targets."""
         layer, rest = _key_of(part.module)
-        gate = self._spec("expert_gate", layer)
-        if gate is not None and layer is not None and (self._names_experts(layer, rest) or EXPERTS.search(rest)):
+        up = self._spec("expert_up", layer)
+        if up is not None and layer is not None and (self._names_experts(layer, rest) or EXPERTS.search(rest)):
             yield from self._expert_additions(part, config, layer)
         else:
             target = self._target(part, layer, rest)
@@ -127,15 +127,17 @@ class _Model:
     ) -> Iterator[tuple[AdapterTarget, Addition]]:
         specs = {role: self._spec(f"expert_{role}", layer) for role in ("gate", "up", "down")}
         found = {role: spec for role, spec in specs.items() if spec is not None}
-        gate, inner = found["gate"], _num_outputs(found["gate"])
-        shapes = ExpertShapes(gate.num_experts, _num_outputs(found["down"]), inner, _halves(gate, found["up"], inner))
+        up, inner = found["up"], _num_outputs(found["up"])
+        halves = _halves(found.get("gate", up), up, inner)
+        shapes = ExpertShapes(up.num_experts, _num_outputs(found["down"]), inner, halves)
         names: dict[str, str] = {}
-        for role, spec in found.items() if gate.file.has_all_experts else ():
+        for role, spec in found.items() if up.file.has_all_experts else ():
             name = _key_of(self._name(spec, layer, 0))[1]
             names[name] = "gate_up" if name in names else role
         for pair in expert_pairs(part, config, shapes=shapes, names=names, rest=_key_of(part.module)[1]):
-            spec = found[pair.role]
-            for expert in range(gate.num_experts) if pair.expert is None else (pair.expert,):
+            if (spec := found.get(pair.role)) is None:
+                raise CheckpointError(f"tensor {part.name}: the experts of this model have no {pair.role}")
+            for expert in range(up.num_experts) if pair.expert is None else (pair.expert,):
                 target = AdapterTarget(self._name(spec, layer, expert), spec, _rows(spec))
                 in_all = spec.file.has_all_experts
                 at = None if in_all and pair.expert is None else expert

@@ -33,6 +33,7 @@ NAMES = (
     "Index",
     "Blocks",
     "Delta",
+    "Mamba2",
     "Experts",
     "Int8Experts",
     "Fp8Experts",
@@ -56,6 +57,7 @@ DELTA = ("q_LDK", "k_LDK", "v_LDH", "z_LDH", "b_LDH", "a_LDH")
 DELTA_IN_TWO = ("a_in_LDR", "z_in_LDR", "a_LRH", "z_LRH")
 """Decays and output gates as two products each."""
 DELTA_VECTORS = ("q_taps_LJ1K", "k_taps_LJ1K", "v_taps_LJ1H")
+MAMBA2 = ("c_LDN", "b_LDN", "x_LDI", "z_LDI", "step_LDH", "o_LID")
 NORMS = (("q_norm_L", "H"), ("k_norm_L", "G"))
 EXPERTS = ("gate_MPDF", "up_MPDF", "down_MPFD")
 MLPS = ("gate_NDI", "up_NDI", "down_NID", "gate_MDS", "up_MDS", "down_MSD")
@@ -68,7 +70,10 @@ LATENT_VECTORS = ("q_a_norm_LR", "kv_a_norm_LC", "q_a_bias_LR", "kv_a_bias_LC")
 LAYOUT_OF = MappingProxyType(
     {
         **dict.fromkeys(
-            (*PROJECTIONS, *GATES, *DELTA, *DELTA_IN_TWO, *LATENT, *INDEX_MATRICES, *BLOCK_MATRICES, *EXPERTS, *MLPS),
+            (
+                *(*PROJECTIONS, *GATES, *DELTA, *DELTA_IN_TWO, *MAMBA2, *LATENT),
+                *(*INDEX_MATRICES, *BLOCK_MATRICES, *EXPERTS, *MLPS),
+            ),
             "packed",
         ),
         **dict.fromkeys(("head", "v_b_LHC"), "packed_columns"),
@@ -177,16 +182,18 @@ def expert_sums(
     are rounded to bfloat16. `adapters` are the `adapter_arguments` of a single expert.
     """
     weights, config = experts.weights, experts.config
-    (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.gate_XDF.shape
+    (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.up_XDF.shape
     sizes = [(width, inner), (width, inner), (inner, width), (inner,), (inner,), (width,)]
     assert all(
         array is None or array.shape == (num_all_slots, *size) for array, size in zip(weights, sizes, strict=False)
     ), f"weights are no experts of tokens {hidden_TD.shape}"
     assert slots_TK.shape == gates_TK.shape and len(slots_TK) == num_tokens, f"slots {slots_TK.shape}"
-    kernel = KERNEL_OF[str(weights.gate_XDF.dtype)]
+    assert (weights.gate_XDF is None) == (config.activation.name == "relu2"), f"a gate of {config.activation}"
+    kernel = KERNEL_OF[str(weights.up_XDF.dtype)]
     call = jax.ffi.ffi_call(f"{PREFIX}{kernel}", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
     first = jnp.asarray(experts.first_slot, jnp.int32)
-    arrays = (_or_empty(array, hidden_TD.dtype) for array in weights[:6])
+    of_gate, of_others = weights.up_XDF.dtype, hidden_TD.dtype
+    arrays = (_or_empty(array, of_others if place else of_gate) for place, array in enumerate(weights[:6]))
     scales = (_or_empty(array, jnp.float32) for array in weights[6:])
     return call(
         hidden_TD,
@@ -225,7 +232,7 @@ def expert_results(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExpe
 
 def gated_mlp(
     hidden_TD: jax.Array,
-    weights: tuple[jax.Array, jax.Array, jax.Array],
+    weights: tuple[jax.Array | None, jax.Array, jax.Array],
     *,
     layer: jax.Array,
     activation: Activation = SILU,

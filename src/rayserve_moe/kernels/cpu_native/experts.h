@@ -1,4 +1,4 @@
-// Gated expert products of a step: every expert that is used is read once.
+// Expert products of a step, with or without a gate: every expert that is used is read once.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,14 @@
 
 namespace native {
 
-enum class Activation { kSilu, kGelu, kClampedSwiglu, kClippedSilu, kUnknown };
+enum class Activation { kSilu, kGelu, kClampedSwiglu, kClippedSilu, kRelu2, kUnknown };
 
 inline Activation activation_of(std::string_view name) {
   return name == "silu"             ? Activation::kSilu
          : name == "gelu_tanh"      ? Activation::kGelu
          : name == "clamped_swiglu" ? Activation::kClampedSwiglu
          : name == "clipped_silu"   ? Activation::kClippedSilu
+         : name == "relu2"          ? Activation::kRelu2
                                     : Activation::kUnknown;
 }
 
@@ -27,13 +28,17 @@ struct ActivationConfig {
   float slope, limit;  // of kClampedSwiglu; the limit also of kClippedSilu
 };
 
-// What down is multiplied with: `ACTIVATIONS` of `kernels/reference/activations.py`. NaN stays NaN.
+// What down is multiplied with: `ACTIVATIONS` of `kernels/reference/activations.py`. NaN stays NaN. kRelu2 has no gate.
 inline F16 activate(const ActivationConfig& activation, F16 gate, F16 up) {
   if (activation.kind == Activation::kSilu) return gated_by_sigmoid(gate, gate) * up;
   if (activation.kind == Activation::kGelu) {  // x (1 + tanh(y)) / 2 is x times the sigmoid of 2 y
     const F16 cubic = fma((gate * gate), all(0.044715f), all(1.0f));
     const F16 twice = ((gate * cubic)) * all(1.5957691216f);
     return gated_by_sigmoid(gate, twice) * up;
+  }
+  if (activation.kind == Activation::kRelu2) {
+    const F16 positive = most(zeros(), up);
+    return positive * positive;
   }
   const F16 limit = all(activation.limit);
   up = most(all(-activation.limit), least(limit, up));
@@ -53,7 +58,8 @@ struct ExpertArrays {
   const bf16* hidden;    // [T, D]
   const int32_t* slots;  // [T, K]; num_slots or beyond: no product
   const float* gates;    // [T, K]
-  const Weight *gate, *up, *down;  // packed, [slots, D, F], [slots, D, F], [slots, F, D], from this layer's first slot on
+  const Weight *gate, *up, *down;  // packed, [slots, D, F], [slots, D, F], [slots, F, D], from this layer's first slot
+                                   // on; the gate is null for an activation without one
   const bf16 *gate_bias, *up_bias, *down_bias;  // [slots, F], [slots, F], [slots, D]; null: none
   const float *gate_scale, *up_scale, *down_scale;  // [slots, blocks, F], ..., of numbers of 8 bits; null: none
   float* out;            // [T, D]
@@ -158,7 +164,7 @@ inline PickedRows rows_of(const Grouped& grouped, const ExpertShapes& shapes, co
 }
 
 // inner[r] = activate(gate(row r), up(row r)), of all picks in their order.
-template <class Weight>
+template <bool HasGate, class Weight>
 inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& shapes, const ExpertArrays<Weight>& arrays,
                                  const PickedRows& rows, bf16* inner) {
   const int64_t num_panels = shapes.inner / kPanel;
@@ -171,18 +177,23 @@ inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& sha
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
     const int64_t slot = grouped.slots[group], of_column = slot * shapes.inner + column;
-    const Weight* panels[2] = {arrays.gate + of_column * shapes.width, arrays.up + of_column * shapes.width};
+    constexpr int kUp = HasGate ? 1 : 0;  // place of up among the panels
+    const Weight* panels[kUp + 1];
+    panels[kUp] = arrays.up + of_column * shapes.width;
+    if constexpr (HasGate) panels[0] = arrays.gate + of_column * shapes.width;
     const ColumnScales gate_scales(arrays.gate_scale, slot, arrays.up_blocks, shapes.inner);
     const ColumnScales up_scales(arrays.up_scale, slot, arrays.up_blocks, shapes.inner);
     const Affine of_gate(gate_scales.of_sums(column), arrays.gate_bias, of_column, kUnit<Weight>);
     const Affine of_up(up_scales.of_sums(column), arrays.up_bias, of_column, kUnit<Weight>);
-    const BlockScales scales[2] = {gate_scales.of_weights(column), up_scales.of_weights(column)};
+    BlockScales scales[kUp + 1];
+    scales[kUp] = up_scales.of_weights(column);
+    if constexpr (HasGate) scales[0] = gate_scales.of_weights(column);
     multiply_panels(rows.first + begin * rows.stride, rows.stride, grouped.begins[group + 1] - begin, shapes.width,
-                    panels, scales, [&](int64_t r, const Pair(&both)[2]) {
+                    panels, scales, [&](int64_t r, const Pair(&sums)[kUp + 1]) {
                       bf16* target = inner + (begin + r) * shapes.inner + column;
-                      Pair gate = of_gate(both[0]), up = of_up(both[1]);
+                      Pair up = of_up(sums[kUp]), gate = HasGate ? of_gate(sums[0]) : up;
                       if (is_adapted) {
-                        gate_adapted.add(gate, begin + r, token_of(begin + r), column);
+                        if constexpr (HasGate) gate_adapted.add(gate, begin + r, token_of(begin + r), column);
                         up_adapted.add(up, begin + r, token_of(begin + r), column);
                       }
                       store(target, activate(shapes.activation, gate.low, up.low));
@@ -227,7 +238,8 @@ inline void expert_sums(const ExpertShapes& shapes, const ExpertArrays<Weight>& 
   bf16* inner = inner_here.sized(grouped.picks.size() * shapes.inner);
   bf16* results = results_here.sized(shapes.num_tokens * shapes.top_k * shapes.width);
   const PickedRows rows = rows_of(grouped, shapes, arrays.hidden, rows_here);
-  multiply_gate_and_up(grouped, shapes, arrays, rows, inner);
+  if (arrays.gate) multiply_gate_and_up<true>(grouped, shapes, arrays, rows, inner);
+  else multiply_gate_and_up<false>(grouped, shapes, arrays, rows, inner);
   multiply_down(grouped, shapes, arrays, inner, results);
   for_pieces(shapes.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {

@@ -56,6 +56,11 @@ struct DeltaWeights {
   const bf16 *a_in = nullptr, *z_in = nullptr;  // the first of two products, packed
 };
 
+// Biases of the convolution, of q, k and v of all heads; null: none.
+struct ConvBiases {
+  const bf16 *q = nullptr, *k = nullptr, *v = nullptr;
+};
+
 struct DeltaPiece {
   int32_t row, start, known, count, token, own, source, base;
 };
@@ -141,16 +146,22 @@ class DeltaHead {
       : s_(s), w_(w), pools_(pools), rows_(rows), buffers_(s), head_(head) {}
 
   void compute(const DeltaPiece& p) {
-    const bool folds = p.start % kChunk == 0 && p.known == 0 && p.start != p.base;
-    const int64_t base = p.start / kChunk * kChunk - (folds ? kChunk : 0);
-    int64_t entry = base == p.base ? p.source : p.own;
-    if (folds) fold(p, entry), entry = p.own;
+    const int64_t entry = folded_entry(p);
     mix(p);
     shape_rows(p);
     for (int64_t h = 0; h < s_.per_key(); ++h) advance(p, head_ * s_.per_key() + h, h, entry);
   }
 
- private:
+ protected:
+  // The entry with the state ahead of a piece's chunk. A piece that begins a chunk folds the chunk before it.
+  int64_t folded_entry(const DeltaPiece& p) const {
+    const bool folds = p.start % kChunk == 0 && p.known == 0 && p.start != p.base;
+    const int64_t base = p.start / kChunk * kChunk - (folds ? kChunk : 0);
+    const int64_t entry = base == p.base ? p.source : p.own;
+    if (folds) fold(p, entry);
+    return folds ? p.own : entry;
+  }
+
   float* state(int64_t entry, int64_t h) const {
     return pools_.state + (entry * s_.num_heads + h) * s_.key_width * s_.value_width;
   }
@@ -191,13 +202,19 @@ class DeltaHead {
       std::copy_n(inputs(p.row, p.start - (s_.num_taps - 1) + place), s_.channels(), window(p.own, place));
   }
 
-  // One after the other, the parts q, k and v of this head's channels: `use(part's row in the step, taps, first, count)`.
+  // A part of this head's channels: q, k or v.
+  struct Part {
+    const bf16 *rows, *taps, *bias;
+    int64_t width;         // of all heads
+    int64_t first, count;  // channels of this head
+  };
+
   template <class Use>
-  void for_parts(Use&& use) const {
+  void for_parts(const ConvBiases& bias, Use&& use) const {
     const int64_t d = s_.key_width, v = s_.per_key() * s_.value_width;
-    use(rows_.q, w_.q_taps, s_.q_width(), int64_t{0}, d);
-    use(rows_.k, w_.k_taps, s_.q_width(), d, d);
-    use(rows_.v, w_.v_taps, s_.v_width(), 2 * d, v);
+    use(Part{rows_.q, w_.q_taps, bias.q, s_.q_width(), 0, d});
+    use(Part{rows_.k, w_.k_taps, bias.k, s_.q_width(), d, d});
+    use(Part{rows_.v, w_.v_taps, bias.v, s_.v_width(), 2 * d, v});
   }
 
   // The input of the convolution `back` tokens before `position`; null: zeros.
@@ -208,28 +225,29 @@ class DeltaHead {
   }
 
   // Keeps the piece's inputs in the ring, then convolves them: SiLU of the sum over taps, rounded to bfloat16.
-  void mix(const DeltaPiece& p) const {
+  void mix(const DeltaPiece& p, const ConvBiases& biases = {}) const {
     for (int64_t i = 0; i < p.count; ++i)
-      for_parts([&](const bf16* rows, const bf16*, int64_t width, int64_t first, int64_t count) {
-        const bf16* const from = rows + (p.token + i) * width + head_ * count;
-        float* const to = inputs(p.row, p.start + p.known + i) + first;
-        for (int64_t c = 0; c < count; ++c) to[c] = narrow(from[c]);
+      for_parts(biases, [&](const Part& part) {
+        const bf16* const from = part.rows + (p.token + i) * part.width + head_ * part.count;
+        float* const to = inputs(p.row, p.start + p.known + i) + part.first;
+        for (int64_t c = 0; c < part.count; ++c) to[c] = narrow(from[c]);
       });
     for (int64_t i = 0; i < p.count; ++i)
-      for_parts([&](const bf16*, const bf16* taps, int64_t width, int64_t first, int64_t count) {
-        mix_token(p, p.start + p.known + i, taps + head_ * count, width, first, count,
-                  buffers_.mixed + i * s_.channels() + first);
+      for_parts(biases, [&](const Part& part) {
+        mix_token(p, p.start + p.known + i, part, buffers_.mixed + i * s_.channels() + part.first);
       });
   }
 
-  void mix_token(const DeltaPiece& p, int64_t position, const bf16* taps, int64_t width, int64_t first, int64_t count,
-                 float* out) const {
-    for (int64_t c = 0; c < count; c += 16) {
-      const Mask lanes = lanes_of(c, count);
-      F16 sum = load(lanes, inputs(p.row, position) + first + c) * wide(taps + (s_.num_taps - 1) * width + c, lanes);
+  void mix_token(const DeltaPiece& p, int64_t position, const Part& part, float* out) const {
+    const bf16* const taps = part.taps + head_ * part.count;
+    for (int64_t c = 0; c < part.count; c += 16) {
+      const Mask lanes = lanes_of(c, part.count);
+      const auto tap_of = [&](int64_t tap) { return wide(taps + tap * part.width + c, lanes); };
+      F16 sum = load(lanes, inputs(p.row, position) + part.first + c) * tap_of(s_.num_taps - 1);
       for (int64_t tap = 0; tap < s_.num_taps - 1; ++tap)
         if (const float* const before = input_before(p, position, s_.num_taps - 1 - tap))
-          sum = fma(load(lanes, before + first + c), wide(taps + tap * width + c, lanes), sum);
+          sum = fma(load(lanes, before + part.first + c), tap_of(tap), sum);
+      if (part.bias) sum = sum + wide(part.bias + head_ * part.count + c, lanes);
       put(out + c, lanes, rounded(gated_by_sigmoid(sum, sum)));
     }
   }
@@ -237,16 +255,28 @@ class DeltaHead {
   // Norms keys and queries, adds the keys to the ring, and, with a decay per head, multiplies both by all keys up to the
   // newest.
   void shape_rows(const DeltaPiece& p) const {
-    const int64_t d = s_.key_width, first = p.start % kChunk + p.known;
-    float* const ring = keys(p.row);
+    const int64_t d = s_.key_width;
     for (int64_t i = 0; i < p.count; ++i) {
       const float* const mixed = buffers_.mixed + i * s_.channels();
-      float *const key = buffers_.rows + i * d, *const query = buffers_.rows + (p.count + i) * d;
-      make_unit(mixed + d, 1.0f, key);
-      make_unit(mixed, 1.0f / std::sqrt(float(d)), query);
-      for (int64_t e = 0; e < d; ++e) ring[e * kChunk + first + i] = key[e];
+      make_unit(mixed + d, 1.0f, buffers_.rows + i * d);
+      make_unit(mixed, 1.0f / std::sqrt(float(d)), buffers_.rows + (p.count + i) * d);
     }
-    if (s_.num_decays > 1) return;  // `weigh_elements` multiplies
+    add_keys(p);
+    if (s_.num_decays == 1) multiply_by_keys(p);  // else `weigh_elements` multiplies
+  }
+
+  // Adds the keys of a piece to the ring.
+  void add_keys(const DeltaPiece& p) const {
+    const int64_t d = s_.key_width, first = p.start % kChunk + p.known;
+    float* const ring = keys(p.row);
+    for (int64_t i = 0; i < p.count; ++i)
+      for (int64_t e = 0; e < d; ++e) ring[e * kChunk + first + i] = buffers_.rows[i * d + e];
+  }
+
+  // Multiplies the keys and queries of a piece by all keys up to the newest.
+  void multiply_by_keys(const DeltaPiece& p) const {
+    const int64_t d = s_.key_width, first = p.start % kChunk + p.known;
+    const float* const ring = keys(p.row);
     const int64_t columns = (first + p.count + 15) / 16 * 16;
     std::fill_n(buffers_.dots, 2 * p.count * kChunk, 0.0f);
     add_chains(2 * p.count, {buffers_.rows, d, 1}, d, ring, kChunk, buffers_.dots, kChunk, columns);

@@ -25,20 +25,22 @@ ffi::Error Experts(Bf16 hidden, S32 slots, F32 gates, Matrices gate, Matrices up
                    Bf16 up_bias, Bf16 down_bias, F32 gate_scale, F32 up_scale, F32 down_scale, S32 first_slot,
                    int64_t num_slots, std::string_view activation, float slope, float limit, ffi::RemainingArgs adapters,
                    ffi::ResultBuffer<ffi::F32> out) {
-  if (!have_dims(2, hidden, slots) || !have_dims(3, gate) || !have_dims(0, first_slot))
+  if (!have_dims(2, hidden, slots) || !have_dims(3, up) || !have_dims(0, first_slot))
     return wrong("experts take arrays of other numbers of dimensions");
   if constexpr (std::is_same_v<Weight, native::Fp8>)
     for (auto* matrices : {&gate, &up, &down})
       if (matrices->element_type() != ffi::F8E4M3FN) return wrong("these experts take matrices of e4m3");
-  const native::ExpertShapes shapes{size_of(hidden, 0), size_of(slots, 1), size_of(hidden, 1), size_of(gate, 2),
+  const native::ExpertShapes shapes{size_of(hidden, 0), size_of(slots, 1), size_of(hidden, 1), size_of(up, 2),
                                     num_slots, {native::activation_of(activation), slope, limit}};
-  const int64_t first = first_slot.typed_data()[0], all = size_of(gate, 0), size = shapes.width * shapes.inner;
+  const int64_t first = first_slot.typed_data()[0], all = size_of(up, 0), size = shapes.width * shapes.inner;
   const int64_t inner = shapes.inner, width = shapes.width;
   const int64_t up_blocks = blocks_of(up_scale, all, width, inner), down_blocks = blocks_of(down_scale, all, inner, width);
-  const bool have_scales = up_blocks && down_blocks && blocks_of(gate_scale, all, width, inner) == up_blocks;
+  const bool has_gate = shapes.activation.kind != native::Activation::kRelu2;
+  const int64_t gate_blocks = has_gate ? blocks_of(gate_scale, all, width, inner) : up_blocks;
+  const bool have_scales = up_blocks && down_blocks && gate_blocks == up_blocks;
   const bool have_none = gate_scale.element_count() + up_scale.element_count() + down_scale.element_count() == 0;
   if (!is(slots, {shapes.num_tokens, shapes.top_k}) || !is(gates, {shapes.num_tokens, shapes.top_k}) ||
-      !is(gate, {all, shapes.width, shapes.inner}) || !is(up, {all, shapes.width, shapes.inner}) ||
+      !(has_gate ? is(gate, {all, width, inner}) : gate.element_count() == 0) || !is(up, {all, shapes.width, shapes.inner}) ||
       !is(down, {all, shapes.inner, shapes.width}) || !is(*out, {shapes.num_tokens, shapes.width}) ||
       !is_absent_or(gate_bias, {all, inner}) || !is_absent_or(up_bias, {all, inner}) ||
       !is_absent_or(down_bias, {all, width}))

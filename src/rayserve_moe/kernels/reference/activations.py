@@ -1,4 +1,4 @@
-"""Activations of gated MLPs as data: from the products with gate and up to the operand of down."""
+"""Activations of MLPs as data: from the products with gate and up to the operand of down."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ class Activation(NamedTuple):
 SILU = Activation()
 
 
-def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
-    """Return the operand of down, of the shape and dtype of `gate` and `up`. KeyError for another name."""
+def activate(gate: jax.Array | None, up: jax.Array, activation: Activation) -> jax.Array:
+    """Return the operand of down, of the shape and dtype of `up`. KeyError for another name.
+
+    `gate` is None for an activation without a gate.
+    """
     return ACTIVATIONS[activation.name](gate, up, activation)
 
 
@@ -48,9 +51,15 @@ def _clipped_silu(gate: jax.Array, up: jax.Array, activation: Activation) -> jax
     return jnp.minimum(jax.nn.silu(gate), activation.limit) * jnp.clip(up, -activation.limit, activation.limit)
 
 
-ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array, Activation], jax.Array]] = {
+def _relu2(_: None, up: jax.Array, __: Activation) -> jax.Array:
+    """Return the square of up where it is positive, else 0 (Primer, arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(up))
+
+
+ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
     "clamped_swiglu": _clamped_swiglu,
     "clipped_silu": _clipped_silu,
+    "relu2": _relu2,
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -28,11 +29,13 @@ from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
 class ExpertWeights(NamedTuple):
     """Flat weights of all layers on this device: gate and up [X, D, F], down [X, F, D], and their biases if any.
 
+    The gate is None for an activation without one.
+
     Matrices in 8 bits have float32 scales of their columns, [X, 1, F] and [X, 1, D]: products are multiplied by them.
     With more rows, [X, Z, F], they belong to blocks of rows, which are scaled ahead (`narrow_weights`).
     """
 
-    gate_XDF: jax.Array
+    gate_XDF: jax.Array | None
     up_XDF: jax.Array
     down_XFD: jax.Array
     gate_bias_XF: jax.Array | None = None
@@ -100,7 +103,7 @@ def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: Layer
         rows_BD = jax.lax.cond(i < num_blocks, multiply, lambda _: jnp.zeros_like(results_YD[:block]), i)
         return jax.lax.dynamic_update_slice(results_YD, rows_BD, (i * block, 0))
 
-    empty = jnp.zeros((max_blocks * block, weights.gate_XDF.shape[1]), hidden_TD.dtype)
+    empty = jnp.zeros((max_blocks * block, weights.up_XDF.shape[1]), hidden_TD.dtype)
     results_YD = jax.lax.fori_loop(0, num_blocks, visit, empty)
     rank_in_slot_P = inverse(order_P) - first_assignment_S.at[slots_P].get(mode="clip")
     place_P = first_block_S.at[slots_P].get(mode="clip") * block + rank_in_slot_P
@@ -118,7 +121,7 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
     num_slots, num_rows = experts.config.num_slots, product_rows(slots_TK.size)
     slots_P, counts_S = _count_assignments(slots_TK, num_slots)
     token_P, place_P = order_by_slot(slots_TK, num_slots)
-    is_slot_XS = np.arange(len(weights.gate_XDF))[:, None] == first_slot + np.arange(num_slots)
+    is_slot_XS = np.arange(len(weights.up_XDF))[:, None] == first_slot + np.arange(num_slots)
     sizes_X = jnp.sum(jnp.where(is_slot_XS, counts_S, 0), axis=1)
     token_of_row = jnp.pad(token_P, (0, num_rows - slots_P.size))
     sorted_PD = take(hidden_TD, token_of_row).reshape(num_rows, -1)
@@ -131,10 +134,8 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
             out = out * take_scales(product.scales, slot_of_row)
         return out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
 
-    gate_up, down = _products(weights)
-    gate, up = (multiply(sorted_PD, product) for product in gate_up)
-    inner = activate(gate, up, experts.config.activation).astype(hidden_TD.dtype)
-    down = multiply(inner, down)
+    inner = _inner(weights, partial(multiply, sorted_PD), experts.config.activation).astype(hidden_TD.dtype)
+    down = multiply(inner, _down(weights))
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return take(rows_P, place_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
@@ -171,15 +172,16 @@ def widened(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
     Matrices with scales of blocks are scaled as well, and have no scales then.
     """
     first, size = experts.first_slot, experts.config.num_slots
-    if experts.weights.gate_XDF.dtype not in NARROW:
+    if experts.weights.up_XDF.dtype not in NARROW:
         return experts
     own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, size), experts.weights)
     scales = own[6:]
-    if in_blocks(own.gate_scale_XZF):
-        matrices = (dequantized(matrix, scale, dtype) for matrix, scale in zip(own[:3], scales, strict=True))
-        return LayerExperts(ExpertWeights(*matrices, *own[3:6]), 0, experts.config)
-    matrices = (matrix.astype(dtype) for matrix in own[:3])
-    return LayerExperts(ExpertWeights(*matrices, *own[3:]), 0, experts.config)
+    if in_blocks(own.up_scale_XZF):
+        pairs = zip(own[:3], scales, strict=True)
+        matrices = (None if matrix is None else dequantized(matrix, scale, dtype) for matrix, scale in pairs)
+        return LayerExperts(ExpertWeights._make([*matrices, *own[3:6], None, None, None]), 0, experts.config)
+    matrices = (None if matrix is None else matrix.astype(dtype) for matrix in own[:3])
+    return LayerExperts(ExpertWeights._make([*matrices, *own[3:]]), 0, experts.config)
 
 
 def product_rows(num_rows: int) -> int:
@@ -206,9 +208,8 @@ def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activa
         out = out if scales is None else out * scales
         return out if product.bias is None else out + product.bias[index]
 
-    gate_up, down = _products(weights)
-    gate, up = (multiply(rows_BD, product) for product in gate_up)
-    return multiply(activate(gate, up, activation).astype(rows_BD.dtype), down).astype(rows_BD.dtype)
+    inner = _inner(weights, partial(multiply, rows_BD), activation).astype(rows_BD.dtype)
+    return multiply(inner, _down(weights)).astype(rows_BD.dtype)
 
 
 class _Product(NamedTuple):
@@ -219,11 +220,16 @@ class _Product(NamedTuple):
     bias: jax.Array | None
 
 
-def _products(weights: ExpertWeights) -> tuple[tuple[_Product, _Product], _Product]:
-    """Return the scales of gate and up, and of down."""
-    gate = _Product(weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF)
-    up = _Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF)
-    return (gate, up), _Product(weights.down_XFD, weights.down_scale_XZD, weights.down_bias_XD)
+def _inner(weights: ExpertWeights, multiply: Callable[[_Product], jax.Array], activation: Activation) -> jax.Array:
+    """Return the operand of down."""
+    gate = None
+    if weights.gate_XDF is not None:
+        gate = multiply(_Product(weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF))
+    return activate(gate, multiply(_Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF)), activation)
+
+
+def _down(weights: ExpertWeights) -> _Product:
+    return _Product(weights.down_XFD, weights.down_scale_XZD, weights.down_bias_XD)
 
 
 def _block_rows(mean: float) -> int:

@@ -176,7 +176,13 @@ def find_history(
 
 
 def short_conv(
-    inputs_TKW: jax.Array, taps_JKW: jax.Array, pools: DeltaPools, history: History, *, layer: tuple[jax.Array, ...]
+    inputs_TKW: jax.Array,
+    taps_JKW: jax.Array,
+    pools: DeltaPools,
+    history: History,
+    *,
+    layer: tuple[jax.Array, ...],
+    bias_KW: jax.Array | None = None,
 ) -> jax.Array:
     """Return the causal convolution of each channel and its SiLU, float32 [T, K, W]; the newest token has the last tap.
 
@@ -198,6 +204,8 @@ def short_conv(
     total_TKW = inputs_TKW.astype(jnp.float32) * taps_JKW[-1]
     for tap in range(len(taps_JKW) - 1):
         total_TKW = total_TKW + before[:, tap] * taps_JKW[tap]
+    if bias_KW is not None:
+        total_TKW = total_TKW + bias_KW.astype(jnp.float32)
     return jax.nn.silu(total_TKW)
 
 

@@ -64,7 +64,7 @@ def project(
 
 def gated_mlp(
     hidden_TD: jax.Array,
-    weights: tuple[jax.Array, jax.Array, jax.Array],
+    weights: tuple[jax.Array | None, jax.Array, jax.Array],
     *,
     layer: jax.Array,
     activation: Activation = SILU,
@@ -73,15 +73,13 @@ def gated_mlp(
 ) -> jax.Array:
     """Compute the gated MLP of a layer: float32 [T, D], a partial sum on a device that holds a part of I.
 
-    `weights` are gate and up [N, D, I] and down [N, I, D] of all dense layers, `names` their names in `adapters`.
+    `weights` are gate and up [N, D, I] and down [N, I, D] of all dense layers, `names` their names in `adapters`. The
+    gate is None for an activation without one.
     """
-    gate_DI, up_DI, down_ID = (stacked[layer] for stacked in weights)
-    gate, up, down = names
-    inner = activate(
-        project(hidden_TD, gate_DI, name=gate, adapters=adapters),
-        project(hidden_TD, up_DI, name=up, adapters=adapters),
-        activation,
-    )
+    (gate_NDI, *others), (gate, up, down) = weights, names
+    up_DI, down_ID = (stacked[layer] for stacked in others)
+    gate_TI = None if gate_NDI is None else project(hidden_TD, gate_NDI[layer], name=gate, adapters=adapters)
+    inner = activate(gate_TI, project(hidden_TD, up_DI, name=up, adapters=adapters), activation)
     made_TD = jnp.matmul(inner, down_ID, preferred_element_type=jnp.float32)
     return with_adapters(made_TD, inner, down, adapters=adapters)
 

@@ -40,7 +40,7 @@ SCALAR_BYTES = 960 << 10
 def sum_experts(rows_CQV: jax.Array, lists: SlotLists, experts: LayerExperts, *, interpret: Any = False) -> jax.Array:
     """Return the sum of gate * expert of each received row over the local slots, in their order: words [C, Q, V]."""
     weights, config = experts.weights, experts.config
-    (count, words, _), (_, width, inner) = rows_CQV.shape, weights.gate_XDF.shape
+    (count, words, _), (_, width, inner) = rows_CQV.shape, weights.up_XDF.shape
     # The scalar unit addresses an array of one dimension in a single instruction.
     places, gates = (jnp.pad(a, ((0, 0), (0, UNROLLED))).reshape(-1) for a in (lists.places_RA, lists.gates_RA))
     first_1 = jnp.asarray(experts.first_slot, jnp.int32).reshape(1)
@@ -105,9 +105,11 @@ def unsupported_reason(
 
     `num_cores` of a device and the bytes of a core's memory are those of this process's device if they are None.
     """
-    _, width, inner = weights.gate_XDF.shape
-    if hidden_TD.dtype != jnp.bfloat16 or weights.gate_XDF.dtype != jnp.bfloat16:
-        return f"{hidden_TD.dtype} tokens or {weights.gate_XDF.dtype} weights are not bfloat16"
+    _, width, inner = weights.up_XDF.shape
+    if hidden_TD.dtype != jnp.bfloat16 or weights.up_XDF.dtype != jnp.bfloat16:
+        return f"{hidden_TD.dtype} tokens or {weights.up_XDF.dtype} weights are not bfloat16"
+    if weights.gate_XDF is None:
+        return "experts have no gate"
     if weights.gate_bias_XF is not None:
         return "experts have biases"
     if width % (2 * LANES * SUBLANES) or inner % LANES:

@@ -1,4 +1,4 @@
-"""The experts of a device in one TPU kernel: gate, up, activation and down of rows in the order of slots.
+"""The experts of a device in one TPU kernel: gate (if any), up, activation and down of rows in the order of slots.
 
 A step of the kernel's grid computes a slot, or a block of the expert width if an expert does not fit twice. While a
 slot is multiplied, the weights of the next slot with rows are read; weights of slots without rows are never read. Rows
@@ -44,8 +44,8 @@ def multiply_grouped(
     `interpret` (see `pallas_call`) runs the kernel without a TPU.
     """
     weights, config = experts.weights, experts.config
-    (_, width, inner), num_rows = weights.gate_XDF.shape, _padded(slots_TK.size)
-    block = inner_block(width, inner, weights.gate_XDF.dtype.itemsize)
+    (_, width, inner), num_rows = weights.up_XDF.shape, _padded(slots_TK.size)
+    block = inner_block(width, inner, weights.up_XDF.dtype.itemsize)
     token_P, place_P = order_by_slot(slots_TK, config.num_slots)
     rows_RD = take(hidden_TD, jnp.pad(token_P, (0, num_rows - token_P.size))).reshape(num_rows, -1)
     begin_S, held_S = _visits(slots_TK.reshape(-1), config.num_slots)
@@ -64,8 +64,8 @@ def unsupported_reason(
     weights = experts.weights
     if weights.gate_bias_XF is not None:
         return "experts have biases"
-    _, width, inner = weights.gate_XDF.shape
-    block = inner_block(width, inner, weights.gate_XDF.dtype.itemsize)
+    _, width, inner = weights.up_XDF.shape
+    block = inner_block(width, inner, weights.up_XDF.dtype.itemsize)
     if not block:
         return f"no block of an expert of {width} x {inner} fits twice in {WEIGHT_BYTES >> 20} MiB"
     vmem_bytes = _vmem_bytes(interpret)
@@ -119,8 +119,8 @@ def _kernel_for(
 ) -> Callable[..., jax.Array]:
     """Return the kernel for rows and experts of these shapes."""
     (num_rows, width), num_slots = rows_RD.shape, experts.config.num_slots
-    num_blocks = experts.weights.gate_XDF.shape[2] // block
-    given = [s for s in experts.weights[6:] if s is not None]
+    weights = experts.weights
+    num_blocks, has_gate = weights.up_XDF.shape[2] // block, weights.gate_XDF is not None
 
     def held_block(step: jax.Array, part: jax.Array, first_1: jax.Array, held_S: jax.Array) -> BlockPlace:
         """Return slot and block of a step's weights: a slot without rows has the next first or the last block."""
@@ -143,14 +143,16 @@ def _kernel_for(
     whole = pl.BlockSpec(memory_space=pltpu.VMEM)
     up = pl.BlockSpec((1, width, block), of_up)
     of_scales = ((block, of_up), (block, of_up), (width, of_whole))
-    scales = [pl.BlockSpec((1, s.shape[1], size), at) for s, (size, at) in zip(given, of_scales, strict=False)]
+    pairs = zip(weights[6:], of_scales, strict=True)
+    scales = [pl.BlockSpec((1, s.shape[1], size), at) for s, (size, at) in pairs if s is not None]
+    multiply_slot = partial(_multiply_slot, has_gate=has_gate, has_scales=bool(scales))
     sums = pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)
     return pl.pallas_call(
-        partial(_multiply_slot, num_blocks=num_blocks, has_scales=bool(given), activation=experts.config.activation),
+        partial(multiply_slot, num_blocks=num_blocks, activation=experts.config.activation),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_slots, num_blocks),
-            in_specs=[whole, up, up, pl.BlockSpec((1, block, width), of_down), *scales],
+            in_specs=[whole, *[up] * (1 + has_gate), pl.BlockSpec((1, block, width), of_down), *scales],
             out_specs=whole,
             scratch_shapes=[sums],
         ),
@@ -161,11 +163,12 @@ def _kernel_for(
     )
 
 
-def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activation: Activation) -> None:
+def _multiply_slot(*refs: Any, num_blocks: int, has_gate: bool, has_scales: bool, activation: Activation) -> None:
     """Multiply the tiles of a slot's rows with a block of the expert width; rows of other slots do not change."""
-    _, begin_S, _, rows_ref, gate_ref, up_ref, down_ref = refs[:7]
-    scale_refs = [ref.at[0] for ref in refs[7:10]] if has_scales else [None] * 3
-    out_ref, sum_ref = refs[10 if has_scales else 7 :]
+    _, begin_S, _, rows_ref, *others = refs
+    *held, out_ref, sum_ref = others
+    *gate_refs, up_ref, down_ref = held[: 2 + has_gate]
+    *gate_scales, up_scale, down_scale = [ref.at[0] for ref in held[2 + has_gate :]] if has_scales else [None] * 3
     slot, part = pl.program_id(0), pl.program_id(1)
     begin, end = begin_S[slot], begin_S[slot + 1]
     first = jax.lax.div(begin, ALIGNED_ROWS) * ALIGNED_ROWS
@@ -174,11 +177,11 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_scales: bool, activation: Ac
         at = pl.multiple_of(first + i * TILE_ROWS, ALIGNED_ROWS)
         tile = pl.ds(at, TILE_ROWS)
         rows_MD = rows_ref[tile, :]
-        gate_MB = held_product(rows_MD, gate_ref[0], scale_refs[0])
-        up_MB = held_product(rows_MD, up_ref[0], scale_refs[1])
+        gate_MB = held_product(rows_MD, gate_refs[0][0], gate_scales[0]) if has_gate else None
+        up_MB = held_product(rows_MD, up_ref[0], up_scale)
         inner_MB = activate(gate_MB, up_MB, activation).astype(rows_MD.dtype)
         first_block = part * (down_ref.shape[1] // SCALE_BLOCK)
-        sum_MD = held_product(inner_MB, down_ref[0], scale_refs[2], first=first_block)
+        sum_MD = held_product(inner_MB, down_ref[0], down_scale, first=first_block)
         place_M1 = at + jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0)
         is_own_M1 = (place_M1 >= begin) & (place_M1 < end)
         if num_blocks > 1:

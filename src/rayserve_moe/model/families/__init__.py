@@ -23,6 +23,7 @@ from rayserve_moe.model.families import minimax_m2 as minimax_m2
 from rayserve_moe.model.families import minimax_m3_vl_text as minimax_m3_vl_text
 from rayserve_moe.model.families import mistral4 as mistral4
 from rayserve_moe.model.families import mixtral as mixtral
+from rayserve_moe.model.families import nemotron_h as nemotron_h
 from rayserve_moe.model.families import olmoe as olmoe
 from rayserve_moe.model.families import qwen2_moe as qwen2_moe
 from rayserve_moe.model.families import qwen3_5_moe_text as qwen3_5_moe_text

@@ -1,4 +1,4 @@
-"""Gated MLP of a layer without experts: parameters and computation."""
+"""MLP of a layer without experts: parameters and computation."""
 
 # T tokens   N dense layers   D model width   I dense width
 
@@ -29,14 +29,8 @@ def parameters(
     num_redundant: int,
 ) -> dict[str, dict[str, ParamSpec]]:
     """Return the matrices of the MLPs."""
-    layers, width, inner = spec.layers_with_ffn("dense"), spec.hidden_size, spec.dense_intermediate_size
-    return {
-        "dense": {
-            "gate_NDI": product("dense_gate", (width, inner), layers, dtype),
-            "up_NDI": product("dense_up", (width, inner), layers, dtype),
-            "down_NID": product("dense_down", (inner, width), layers, dtype),
-        }
-    }
+    sizes = spec.hidden_size, spec.dense_intermediate_size
+    return {"dense": matrices(MATRICES, "dense", sizes, spec.layers_with_ffn("dense"), spec=spec, dtype=dtype)}
 
 
 def divided_sizes(spec: ModelSpec) -> dict[str, int]:
@@ -59,7 +53,7 @@ def apply(
     activation = config.spec.experts.gating(kind.mlp_limit)
     made_TD = config.kernels.mlp(
         normed_TD,
-        tuple(weights[name] for name in MATRICES),
+        tuple(map(weights.get, MATRICES)),
         layer=layer,
         activation=activation,
         names=MATRICES,
@@ -69,8 +63,26 @@ def apply(
     return out_TD.astype(normed_TD.dtype), None
 
 
-def product(role: str, shape: tuple[int, int], layers: tuple[int, ...], dtype: str) -> ParamSpec:
-    """Return a matrix of a gated MLP, sharded over the tensor axis on its inner dimension."""
+def matrices(
+    names: tuple[str, str, str],
+    group: str,
+    sizes: tuple[int, int],
+    layers: tuple[int, ...],
+    *,
+    spec: ModelSpec,
+    dtype: str,
+) -> dict[str, ParamSpec]:
+    """Return gate, up and down of an MLP of `sizes` (width, inner width), without a gate if the model has none."""
+    parts = dict(zip(names, ("gate", "up", "down"), strict=True))
+    return {
+        name: _product(f"{group}_{part}", sizes[::-1] if part == "down" else sizes, layers, dtype)
+        for name, part in parts.items()
+        if part != "gate" or spec.experts.has_gate
+    }
+
+
+def _product(role: str, shape: tuple[int, int], layers: tuple[int, ...], dtype: str) -> ParamSpec:
+    """Return a matrix of an MLP, sharded over the tensor axis on its inner dimension."""
     axes = ("dense_inner", "model") if role.endswith("_down") else ("model", "dense_inner")
     return ParamSpec((len(layers), *shape), dtype, ("layers", *axes), role, layers, file=TRANSPOSED)
 
@@ -84,7 +96,7 @@ def halves_in_files(params: Mapping[str, ParamSpec], rules: Mapping[str, str]) -
 
 
 def _is_half(role: str, rules: Mapping[str, str]) -> bool:
-    return any(role in pair and rules[pair[0]] == rules[pair[1]] for pair in PAIRS)
+    return any(role in pair and rules.get(pair[0]) == rules[pair[1]] for pair in PAIRS)
 
 
 def _half(param: ParamSpec) -> ParamSpec:

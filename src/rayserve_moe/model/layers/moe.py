@@ -2,6 +2,7 @@
 
 # T tokens   M MoE layers   D model width   E experts   P expert slots   F expert width   S width of a shared expert
 # X tokens in prefill blocks   K experts per token   Z blocks of rows that have scales of their own
+# l latent width
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, scale_rows
 from rayserve_moe.kernels.reference.activations import Activation
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
+from rayserve_moe.kernels.reference.layers import project
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 from rayserve_moe.model.layers.kinds import Ffn, FfnRows
-from rayserve_moe.model.layers.mlp import product
+from rayserve_moe.model.layers.mlp import matrices
 from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs, adapters_of
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec, norm_spec
 from rayserve_moe.model.spec import LayerSpec, ModelSpec
@@ -76,7 +78,7 @@ def slot_specs(
     128 (`ModelSpec.block_dtype`), scales are per block of rows and column.
     """
     layers, num_experts = spec.moe_layer_ids, spec.router.num_experts
-    width, inner, layout = spec.hidden_size, spec.experts.intermediate_size, spec.experts.layout
+    width, inner, layout = spec.exchanged_width, spec.experts.intermediate_size, spec.experts.layout
     whole = FileForm(transposed=layout != "fused_in_out_interleaved", has_all_experts=layout != "per_expert")
 
     def stack(role: str, shape: tuple[int, ...], axes: tuple[str, ...], file: FileForm = whole) -> ParamSpec:
@@ -100,6 +102,8 @@ def slot_specs(
         specs["gate_bias_MPF"] = stack("expert_gate_bias", (inner,), ("expert_inner",), gate)
         specs["up_bias_MPF"] = stack("expert_up_bias", (inner,), ("expert_inner",), up)
         specs["down_bias_MPD"] = stack("expert_down_bias", (width,), ("model",))
+    if not spec.experts.has_gate:
+        specs = {name: found for name, found in specs.items() if not name.startswith("gate")}
     is_quantized = expert_dtype in QUANTIZED.values()
     return _quantized(specs, expert_dtype, in_blocks=spec.block_dtype == expert_dtype) if is_quantized else specs
 
@@ -111,7 +115,7 @@ def experts_in_files(
 
     A rule without an expert names a tensor of all experts; the files of a family may have either form.
     """
-    layout = "per_expert" if "{expert}" in rules["expert_gate"] else "fused_out_in"
+    layout = "per_expert" if "{expert}" in rules["expert_down"] else "fused_out_in"
     if {layout, spec.experts.layout} != {"per_expert", "fused_out_in"}:
         return tree
     stored = slot_specs(replace(spec, experts=replace(spec.experts, layout=layout)))
@@ -126,7 +130,7 @@ def experts_in_files(
 def _quantized(specs: dict[str, ParamSpec], dtype: str, *, in_blocks: bool) -> dict[str, ParamSpec]:
     """Return the 8-bit matrices with their scales."""
     scales = {}
-    for name, scale in SCALE_OF.items():
+    for name, scale in ((name, scale) for name, scale in SCALE_OF.items() if name in specs):
         matrix = specs[name] = replace(specs[name], dtype=dtype, scale_block=SCALE_BLOCK * in_blocks)
         num_scales = scale_rows(matrix.shape[2]) if in_blocks else 1
         shape, axes = (*matrix.shape[:2], num_scales, matrix.shape[3]), (*matrix.axes[:2], None, matrix.axes[3])
@@ -149,11 +153,7 @@ def _gate_and_up(whole: FileForm, spec: ModelSpec) -> tuple[FileForm, FileForm]:
 def shared_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
     """Return the shared experts, sharded like a dense MLP."""
     layers, width, inner = spec.moe_layer_ids, spec.hidden_size, spec.experts.shared_size
-    specs = {
-        "gate_MDS": product("shared_gate", (width, inner), layers, dtype),
-        "up_MDS": product("shared_up", (width, inner), layers, dtype),
-        "down_MSD": product("shared_down", (inner, width), layers, dtype),
-    }
+    specs = matrices(SHARED_MATRICES, "shared", (width, inner), layers, spec=spec, dtype=dtype)
     if spec.experts.shared == "sigmoid_gated":
         shape, axes = (len(layers), width, 1), ("layers", "model", None)
         specs["out_gate_MD1"] = ParamSpec(shape, dtype, axes, "shared_expert_gate", layers, file=TRANSPOSED)
@@ -170,7 +170,19 @@ def parameters(
         groups["shared"] = shared_specs(spec, dtype)
     if spec.experts.separate_norms:
         groups["expert_norms"] = _norm_specs(spec, dtype)
+    if spec.experts.latent_size:
+        groups["expert_latents"] = _latent_specs(spec, dtype)
     return groups
+
+
+def _latent_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
+    """Return the projections of rows to the width of experts and back. Every device has all of them."""
+    layers, sizes = spec.moe_layer_ids, (spec.hidden_size, spec.experts.latent_size)
+
+    def project(role: str, shape: tuple[int, ...]) -> ParamSpec:
+        return ParamSpec((len(layers), *shape), dtype, ("layers", "model", "model"), role, layers, file=TRANSPOSED)
+
+    return {"in_MDl": project("latent_in", sizes), "out_MlD": project("latent_out", sizes[::-1])}
 
 
 def _norm_specs(spec: ModelSpec, dtype: str) -> dict[str, ParamSpec]:
@@ -213,13 +225,18 @@ def apply(
             return config.kernels.norm(rows_TD.astype(normed_TD.dtype), scale_MD[layer], config.spec.norm_eps)
 
     router, norms = router_of_layer(_stacked_router(experts, layer)), params.get("expert_norms", {})
+    routed_TD, latents = normed_TD, params.get("expert_latents", {})
+    if latents:
+        with jax.named_scope("latent_in"):
+            routed_TD = project(normed_TD, latents["in_MDl"][layer])
+        router = router._replace(rows_TD=normed_TD)
     if config.spec.router.own_norm:
         router = router._replace(rows_TD=normed(rows.hidden_TD, experts["norm_MD"]))
     if config.spec.router.expert_factors:
         router = router._replace(factors_E=experts["factors_ME"][layer])
     flat = ExpertWeights._make(_flatten(experts[name]) if name in experts else None for name in EXPERT_ARRAYS)
     out_TD, routing = apply_experts(
-        normed(rows.hidden_TD, norms["before_MD"]) if norms else normed_TD,
+        normed(rows.hidden_TD, norms["before_MD"]) if norms else routed_TD,
         router,
         flat,
         layer=layer,
@@ -230,6 +247,9 @@ def apply(
         capacity=inputs.capacity,
         audits=inputs.sketch_DP is not None,
     )
+    if latents:
+        with jax.named_scope("latent_out"):
+            out_TD = project(out_TD.astype(normed_TD.dtype), latents["out_MlD"][layer])
     out_TD = normed(out_TD, norms["after_MD"]) if norms else out_TD
     if config.spec.experts.shared != "none":
         activation = config.spec.experts.gating(kind.mlp_limit)
@@ -253,7 +273,7 @@ def _shared_expert(
     """Return the shared expert's output for every token, float32 [T, D], times its gate if it has one (Qwen2-MoE)."""
     made_TD = config.kernels.mlp(
         normed_TD,
-        tuple(weights[name] for name in SHARED_MATRICES),
+        tuple(map(weights.get, SHARED_MATRICES)),
         layer=moe_layer,
         activation=activation,
         names=SHARED_MATRICES,

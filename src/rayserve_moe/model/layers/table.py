@@ -8,6 +8,7 @@ from rayserve_moe.model.layers import (
     gated_delta,
     kimi_delta,
     latent,
+    mamba2,
     mlp,
     moe,
     sparse_latent,
@@ -22,6 +23,7 @@ MIXERS: dict[str, Mixer] = {
     "dsa_shared": sparse_latent.SHARED_MIXER,
     "gated_delta": gated_delta.MIXER,
     "kimi_delta": kimi_delta.MIXER,
+    "mamba2": mamba2.MIXER,
 }
 FFNS: dict[str, Ffn] = {
     "moe": moe.FFN,

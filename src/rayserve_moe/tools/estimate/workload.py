@@ -110,7 +110,7 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
     recurrent = _recurrent_work(model, sizes, prompt_tokens=prompt_tokens)
     devices = devices_of_token(experts.num_slots, num_devices, top_k=spec.router.top_k)
     rows_sent = all_tokens / num_devices * devices
-    exchanged = 2 * rows_sent * spec.hidden_size * jnp.dtype(sizes.dtype).itemsize * len(spec.moe_layer_ids)
+    exchanged = 2 * rows_sent * spec.exchanged_width * jnp.dtype(sizes.dtype).itemsize * len(spec.moe_layer_ids)
     return StepWork(
         used_slots,
         expert_rows,

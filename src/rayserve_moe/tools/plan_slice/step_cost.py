@@ -17,7 +17,7 @@ from rayserve_moe.kernels.tpu import device_sums
 from rayserve_moe.kernels.tpu.dispatch_sizes import unsupported_reason, usable_bytes
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.model_config import ModelConfig
-from rayserve_moe.model.spec import MixerSpec, ModelSpec
+from rayserve_moe.model.spec import NO_PART, MixerSpec, ModelSpec
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of
 from rayserve_moe.tools.estimate.kernel_work import StepWork
 from rayserve_moe.tools.estimate.links import Slice
@@ -116,7 +116,7 @@ def step_cost(
     chip, spec, plan = chip_of(topology), model.spec, model.plan
     sizes = StepSizes(topology, tokens.sequences, tokens.context, kv_dtype=kv_dtype)
     work = step_work(model, sizes, prompt_tokens=tokens.prompt)
-    row_bytes = spec.hidden_size * jnp.dtype(sizes.dtype).itemsize
+    row_bytes = spec.exchanged_width * jnp.dtype(sizes.dtype).itemsize
     per_device = math.ceil((tokens.sequences + tokens.prompt) / plan.tensor_size)
     backend = _backend_for(model, tokens.sequences + tokens.prompt, chip=chip)
     exchanges, num_layers = backend in (LOW_LATENCY, DEVICE_SUMS, "all_to_all", "fused"), len(spec.moe_layer_ids)
@@ -185,14 +185,14 @@ def _backend_for(model: ModelConfig, tokens: int, *, chip: Chip) -> str:
     reason = partial(device_sums.unsupported_reason, num_cores=chip.cores_per_device, core_bytes=chip.core_vmem)
     sums = replace(experts.device_sums, unsupported_reason=reason)
     kernels = replace(model.kernels, experts=replace(experts, low_latency=low_latency, device_sums=sums))
-    hidden_TD = shaped(tokens, model.spec.hidden_size, dtype="bfloat16")
+    hidden_TD = shaped(tokens, model.spec.exchanged_width, dtype="bfloat16")
     shapes = expert_shapes(hidden_TD, device_shapes(model, dtype="bfloat16")["experts"], config=model)
     return choose_backend(*shapes, config=replace(model.experts, kernels=kernels)).name
 
 
 def _extra_ops(spec: ModelSpec) -> int:
     """Return the number of a model's ops that no kernel takes in, beyond `LAYER_OPS`."""
-    of_mixers = sum(_mixer_ops(spec.mixer(layer.mixer)) for layer in spec.layers)
+    of_mixers = sum(_mixer_ops(spec.mixer(layer.mixer)) for layer in spec.layers if layer.mixer != NO_PART)
     of_experts = SHARED_EXPERT_OPS if spec.experts.shared != "none" else 0
     of_experts += CHOICE_OPS if spec.router.num_experts % CHOICE_LANES or spec.router.num_groups > 1 else 0
     return of_mixers + len(spec.moe_layer_ids) * of_experts
@@ -217,7 +217,7 @@ def _mixer_ops(mixer: MixerSpec) -> int:
 def _tokens_of_sums(model: ModelConfig) -> int:
     """Return the tokens of a chunk of `device_sums`: as many as may all have an expert on one device."""
     max_rows = model.kernels.experts.device_sums.run.max_rows
-    *_, width, inner = device_shapes(model, dtype="bfloat16")["experts"]["gate_MPDF"].shape
+    *_, width, inner = device_shapes(model, dtype="bfloat16")["experts"]["up_MPDF"].shape
     return max_rows(width, inner, model.spec.router.top_k) // model.plan.num_expert_ranks
 
 
@@ -252,7 +252,7 @@ def link_seconds(
     over_data, over_tensor = numbers.T.tolist(), numbers.tolist()
     everywhere = [numbers.reshape(-1).tolist()]
     rows = tokens.sequences + tokens.prompt
-    row_bytes = spec.hidden_size * 2
+    row_bytes, hidden_bytes = spec.exchanged_width * 2, spec.hidden_size * 2
     if rows_sent is not None:
         sent = round(math.ceil(rows / tensor) * rows_sent * row_bytes)
         layer = 2 * imbalance * place.seconds("ragged-all-to-all", sent, groups=everywhere)
@@ -261,7 +261,7 @@ def link_seconds(
         layer = place.seconds("all-gather", rows * row_bytes, groups=over_data)
         layer += place.seconds("reduce-scatter", rows * plan.data_size * 2 * row_bytes, groups=over_data)
         layer += place.seconds("all-reduce", rows * row_bytes, groups=over_tensor)
-    attention = place.seconds("all-reduce", rows * row_bytes, groups=over_tensor)
+    attention = place.seconds("all-reduce", rows * hidden_bytes, groups=over_tensor)
     return len(spec.moe_layer_ids) * layer + spec.num_layers * attention
 
 
