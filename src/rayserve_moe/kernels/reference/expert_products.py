@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.kernels.adapters import AdapterPair, RowAdapters, expert_product, grouped_product
 from rayserve_moe.kernels.narrow_weights import NARROW, dequantized, in_blocks
 from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
 from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
@@ -69,6 +70,14 @@ class LayerExperts:
     weights: ExpertWeights
     first_slot: jax.Array | int
     config: ProductConfig = field(metadata={"static": True})
+    adapters: RowAdapters | None = None
+    """Adapters of the rows of a call; None: no row has one."""
+
+    def with_rows(self, adapter_T: jax.Array | None) -> LayerExperts:
+        """Return the experts for other rows, given their adapters."""
+        if self.adapters is None or adapter_T is None:
+            return self
+        return replace(self, adapters=self.adapters._replace(slot_T=adapter_T))
 
 
 def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
@@ -93,8 +102,10 @@ def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: Layer
         slot = jnp.searchsorted(last_block_S, i, side="right").astype(jnp.int32)
         assignments = first_assignment_S[slot] + (i - first_block_S[slot]) * block + jnp.arange(block)
         tokens = order_P.at[assignments].get(mode="clip") // top_k
-        rows_BD = hidden_TD[tokens].reshape(block, -1)
-        return _expert(rows_BD, weights, experts.first_slot + slot, config.activation)
+        rows_BD, adapters = hidden_TD[tokens].reshape(block, -1), experts.adapters
+        if adapters is not None:
+            adapters = adapters._replace(slot_T=adapters.slot_T[tokens])
+        return _expert(rows_BD, weights, experts.first_slot + slot, config.activation, adapters=adapters)
 
     def visit(i: jax.Array, results_YD: jax.Array) -> jax.Array:
         rows_BD = jax.lax.cond(i < num_blocks, multiply, lambda _: jnp.zeros_like(results_YD[:block]), i)
@@ -114,7 +125,8 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
     Group sizes are zero but for this layer's slots. Returns [T, K, D] as `multiply_in_blocks` does.
     """
     experts = widened(experts, hidden_TD.dtype)
-    weights, first_slot, (num_tokens, top_k) = experts.weights, experts.first_slot, slots_TK.shape
+    weights, first_slot, adapters = experts.weights, experts.first_slot, experts.adapters
+    num_tokens, top_k = slots_TK.shape
     num_slots, num_rows = experts.config.num_slots, product_rows(slots_TK.size)
     slots_P, counts_S = _count_assignments(slots_TK, num_slots)
     token_P, place_P = order_by_slot(slots_TK, num_slots)
@@ -129,9 +141,15 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
         out = jax.lax.ragged_dot(rows, product.matrices, sizes_X, preferred_element_type=jnp.float32)
         if product.scales is not None:
             out = out * take_scales(product.scales, slot_of_row)
-        return out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
+        out = out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
+        if product.adapters is None or adapters is None:
+            return out
+        of_layer = AdapterPair(
+            *(jax.lax.dynamic_slice_in_dim(each, first_slot, num_slots) for each in product.adapters)
+        )
+        return out + grouped_product(rows, of_layer, counts_S, slot_T=adapters.slot_T[token_of_row])
 
-    gate_up, down = _products(weights)
+    gate_up, down = _products(weights, adapters)
     gate, up = (multiply(sorted_PD, product) for product in gate_up)
     inner = activate(gate, up, experts.config.activation).astype(hidden_TD.dtype)
     down = multiply(inner, down)
@@ -173,13 +191,19 @@ def widened(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
     first, size = experts.first_slot, experts.config.num_slots
     if experts.weights.gate_XDF.dtype not in NARROW:
         return experts
-    own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, size), experts.weights)
+
+    def of_layer(arrays: Any) -> Any:
+        return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, size), arrays)
+
+    own, adapters = of_layer(experts.weights), experts.adapters
+    if adapters is not None:
+        adapters = adapters._replace(experts=of_layer(adapters.experts))
     scales = own[6:]
     if in_blocks(own.gate_scale_XZF):
         matrices = (dequantized(matrix, scale, dtype) for matrix, scale in zip(own[:3], scales, strict=True))
-        return LayerExperts(ExpertWeights(*matrices, *own[3:6]), 0, experts.config)
+        return LayerExperts(ExpertWeights(*matrices, *own[3:6]), 0, experts.config, adapters)
     matrices = (matrix.astype(dtype) for matrix in own[:3])
-    return LayerExperts(ExpertWeights(*matrices, *own[3:]), 0, experts.config)
+    return LayerExperts(ExpertWeights(*matrices, *own[3:]), 0, experts.config, adapters)
 
 
 def product_rows(num_rows: int) -> int:
@@ -197,33 +221,45 @@ def _count_assignments(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, 
     return slots_P, jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
 
 
-def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activation: Activation) -> jax.Array:
+def _expert(
+    rows_BD: jax.Array,
+    weights: ExpertWeights,
+    index: jax.Array,
+    activation: Activation,
+    *,
+    adapters: RowAdapters | None,
+) -> jax.Array:
     def multiply(rows: jax.Array, product: _Product) -> jax.Array:
         matrix, scales = product.matrices[index], None if product.scales is None else product.scales[index]
         if scales is not None and in_blocks(scales):
             matrix, scales = dequantized(matrix, scales, rows.dtype), None
         out = jnp.matmul(rows, matrix.astype(rows.dtype), preferred_element_type=jnp.float32)
         out = out if scales is None else out * scales
-        return out if product.bias is None else out + product.bias[index]
+        out = out if product.bias is None else out + product.bias[index]
+        if product.adapters is None or adapters is None:
+            return out
+        return out + expert_product(rows, product.adapters, index, slot_T=adapters.slot_T)
 
-    gate_up, down = _products(weights)
+    gate_up, down = _products(weights, adapters)
     gate, up = (multiply(rows_BD, product) for product in gate_up)
     return multiply(activate(gate, up, activation).astype(rows_BD.dtype), down).astype(rows_BD.dtype)
 
 
 class _Product(NamedTuple):
-    """A product with matrices of all slots: rows * matrix * scales + bias."""
+    """A product with matrices of all slots: rows * matrix * scales + bias, and adapters of rows."""
 
     matrices: jax.Array
     scales: jax.Array | None
     bias: jax.Array | None
+    adapters: AdapterPair | None
 
 
-def _products(weights: ExpertWeights) -> tuple[tuple[_Product, _Product], _Product]:
-    """Return the scales of gate and up, and of down."""
-    gate = _Product(weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF)
-    up = _Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF)
-    return (gate, up), _Product(weights.down_XFD, weights.down_scale_XZD, weights.down_bias_XD)
+def _products(weights: ExpertWeights, adapters: RowAdapters | None) -> tuple[tuple[_Product, _Product], _Product]:
+    """Return the products of gate and up, and of down."""
+    gate, up, down = (None, None, None) if adapters is None else adapters.experts
+    of_gate = _Product(weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF, gate)
+    of_up = _Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF, up)
+    return (of_gate, of_up), _Product(weights.down_XFD, weights.down_scale_XZD, weights.down_bias_XD, down)
 
 
 def _block_rows(mean: float) -> int:
