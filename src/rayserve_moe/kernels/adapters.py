@@ -12,7 +12,7 @@ of the base model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -80,18 +80,25 @@ def expert_product(rows_TI: jax.Array, pair: AdapterPair, expert: jax.Array, *, 
     return Product(a_SRI, b_SRO, slot_T[:, None] == jnp.arange(len(a_SRI))).of(rows_TI)
 
 
-def grouped_product(rows_TI: jax.Array, pair: AdapterPair, sizes_P: jax.Array, *, slot_T: jax.Array) -> jax.Array:
-    """Return s B (A x) of rows in the order of experts, by the resident adapters of a layer's experts, float32.
+def grouped_products(
+    rows_TI: jax.Array, pairs: Sequence[AdapterPair], sizes_P: jax.Array, *, slot_T: jax.Array
+) -> list[jax.Array]:
+    """Return s B (A x) for several matrices of the same inputs, of rows in the order of experts, float32.
 
-    `pair` is [P, S, R, ...] for P experts with `sizes_P` rows each.
+    `pairs` are [P, S, R, ...], the resident adapters of a layer's P experts, which have `sizes_P` rows each. All A lie
+    side by side: on a TPU, ranks up to the width of its matrix unit cost as much as one.
     """
-    (num_experts, num_slots, rank, inputs), outputs = pair.a_LSRI.shape, pair.b_LSRO.shape[-1]
-    a_PIQ = jnp.swapaxes(pair.a_LSRI.reshape(num_experts, num_slots * rank, inputs), 1, 2)
+    num_experts, num_slots, rank, _ = pairs[0].a_LSRI.shape
+    a_PQI = [pair.a_LSRI.reshape(num_experts, num_slots * rank, -1) for pair in pairs]
+    a_PIQ = jnp.swapaxes(jnp.concatenate(a_PQI, axis=1), 1, 2)
     inner_TQ = jax.lax.ragged_dot(rows_TI, a_PIQ, sizes_P, preferred_element_type=jnp.float32)
     own_TQ = jnp.repeat(slot_T[:, None] == jnp.arange(num_slots), rank, axis=1)
-    inner_TQ = jnp.where(own_TQ, inner_TQ, 0.0).astype(rows_TI.dtype)
-    b_PQO = pair.b_LSRO.reshape(num_experts, num_slots * rank, outputs)
-    return jax.lax.ragged_dot(inner_TQ, b_PQO, sizes_P, preferred_element_type=jnp.float32)
+    made = []
+    for pair, part_TQ in zip(pairs, jnp.split(inner_TQ, len(pairs), axis=1), strict=True):
+        b_PQO = pair.b_LSRO.reshape(num_experts, num_slots * rank, -1)
+        own_inner_TQ = jnp.where(own_TQ, part_TQ, 0.0).astype(rows_TI.dtype)
+        made.append(jax.lax.ragged_dot(own_inner_TQ, b_PQO, sizes_P, preferred_element_type=jnp.float32))
+    return made
 
 
 class LayerAdapters(NamedTuple):

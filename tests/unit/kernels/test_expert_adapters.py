@@ -16,6 +16,7 @@ import pytest
 from rayserve_moe.kernels.adapters import AdapterPair, ExpertAdapters, RowAdapters
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import pack
+from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.reference.activations import Activation
 from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
@@ -144,6 +145,24 @@ def test_experts_of_8_bits_take_adapters(multiply: Callable[..., jax.Array], has
     )
     here = SLOTS_TK < SLOTS
     np.testing.assert_allclose(found[here], expected[here], rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_native_experts_of_8_bits_take_adapters(dtype: str):
+    need_native_kernels()
+    pairs = (AdapterPair(*(jnp.asarray(each, jnp.bfloat16) for each in pair)) for pair in PAIRS)
+    adapters = RowAdapters(ExpertAdapters(*pairs), jnp.asarray(ADAPTER_T, jnp.int32))
+    narrow, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=1, powers_of_two=True, dtype=dtype)
+    packed = ExpertWeights(*map(pack, narrow[:3]), *narrow[3:])
+    wide = ExpertWeights(*(pack(array.astype(jnp.bfloat16)) for array in plain[:3]))
+    hidden, slots = jnp.asarray(HIDDEN, jnp.bfloat16), jnp.asarray(SLOTS_TK)
+    found, expected, base = (
+        np.asarray(calls.expert_results(hidden, slots, LayerExperts(weights, jnp.int32(SLOTS), CONFIG, of_rows)))
+        for weights, of_rows in ((packed, adapters), (wide, adapters), (packed, None))
+    )
+    here = SLOTS_TK < SLOTS
+    np.testing.assert_array_equal(found[here], expected[here])
+    assert (found[here] != base[here]).any()
 
 
 @pytest.mark.parametrize("changes", [{"rank": 4}, {"slot": RESIDENT}, {"inputs": 22}, {"experts": SLOTS}], ids=str)

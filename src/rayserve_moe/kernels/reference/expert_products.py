@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.kernels.adapters import AdapterPair, RowAdapters, expert_product, grouped_product
+from rayserve_moe.kernels.adapters import AdapterPair, RowAdapters, expert_product, grouped_products
 from rayserve_moe.kernels.narrow_weights import NARROW, dequantized, in_blocks
 from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
 from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
@@ -137,22 +137,27 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
 
     slot_of_row = first_slot + jnp.pad(jnp.sort(slots_P), (0, num_rows - slots_P.size))
 
-    def multiply(rows: jax.Array, product: _Product) -> jax.Array:
+    def multiply(rows: jax.Array, *products: _Product) -> list[jax.Array]:
+        made = [multiply_base(rows, product) for product in products]
+        if adapters is None:
+            return made
+        pairs = [of_layer(product.adapters) for product in products if product.adapters is not None]
+        added = grouped_products(rows, pairs, counts_S, slot_T=adapters.slot_T[token_of_row])
+        return [out + more for out, more in zip(made, added, strict=True)]
+
+    def multiply_base(rows: jax.Array, product: _Product) -> jax.Array:
         out = jax.lax.ragged_dot(rows, product.matrices, sizes_X, preferred_element_type=jnp.float32)
         if product.scales is not None:
             out = out * take_scales(product.scales, slot_of_row)
-        out = out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
-        if product.adapters is None or adapters is None:
-            return out
-        of_layer = AdapterPair(
-            *(jax.lax.dynamic_slice_in_dim(each, first_slot, num_slots) for each in product.adapters)
-        )
-        return out + grouped_product(rows, of_layer, counts_S, slot_T=adapters.slot_T[token_of_row])
+        return out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
 
-    gate_up, down = _products(weights, adapters)
-    gate, up = (multiply(sorted_PD, product) for product in gate_up)
+    def of_layer(pair: AdapterPair) -> AdapterPair:
+        return AdapterPair(*(jax.lax.dynamic_slice_in_dim(stack, first_slot, num_slots) for stack in pair))
+
+    gate_up, of_down = _products(weights, adapters)
+    gate, up = multiply(sorted_PD, *gate_up)
     inner = activate(gate, up, experts.config.activation).astype(hidden_TD.dtype)
-    down = multiply(inner, down)
+    (down,) = multiply(inner, of_down)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return take(rows_P, place_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
