@@ -1,10 +1,11 @@
 """LoRA adapters beside the weights: decoding and prompts of requests with and without, against a server without them.
 
-    python -m benchmarks.adapters [--size mid] [--rank 16] [--repeats 5] [--out FILE.json]
+    python -m benchmarks.adapters [--size mid] [--rank 16] [--experts] [--repeats 5] [--out FILE.json]
 
 Sides run in turn: `off` is an engine without the feature; the others are one engine with eight resident adapters of all
-matrices that take them: `none` with no adapter in a request, `one`, `four` and `eight` with adapters in turn, `half`
-with eight in every other request. Decoding is 16 prompts of 16 tokens and 96 new tokens, prompts are 16 x 512 tokens.
+matrices that take them, experts included with `--experts`: `none` with no adapter in a request, `one`, `four` and
+`eight` with adapters in turn, `half` with eight in every other request. Decoding is 16 prompts of 16 tokens and 96 new
+tokens, prompts are 16 x 512 tokens.
 `off` and `none` must give the same ids. It takes about five minutes on two quiet cores.
 """
 
@@ -18,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -54,12 +56,12 @@ TITLES = {
 }
 
 
-def write_adapter(checkpoint: Path, directory: Path, *, rank: int, seed: int) -> Path:
-    """Write a random adapter of all adapted matrices."""
+def write_adapter(checkpoint: Path, directory: Path, *, rank: int, seed: int, experts: bool = False) -> Path:
+    """Write a random adapter of all adapted matrices, and of `experts` if their files have a tensor per expert."""
     files, random = open_checkpoint(checkpoint), np.random.default_rng(seed)
     spec, rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
     specs = parameter_specs(spec, dtype="bfloat16")
-    adapted = {(each.group, each.name) for each in adapted_matrices(specs, spec)}
+    adapted = {(each.group, each.name) for each in adapted_matrices(specs, spec, experts=experts)}
     tensors = {}
     for name, places in tensor_places(parameters_in_files(specs, rules, spec=spec), rules).items():
         if any((place.path[0], place.path[-1]) in adapted for place in places):
@@ -108,7 +110,8 @@ def adapters(measured: Mapping[str, Any]) -> str:
             cells += [str(rate(count, runs[side])), str(speed_ratio(runs[side], runs["none"]))]
         rows.append(cells)
     heads = [head for part in parts for head in (f"{part}, tokens/s", f"{part} / no adapter")]
-    return markdown_table([f"rank {measured['rank']}", *heads], rows)
+    adapted = "experts too, " if measured.get("experts") else ""
+    return markdown_table([f"{adapted}rank {measured['rank']}", *heads], rows)
 
 
 def main() -> None:
@@ -116,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="mid", help="synthetic preset (default: mid)")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--experts", action="store_true", help="adapters change experts too")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS / "adapters.json")
     asked = parser.parse_args()
@@ -133,17 +137,19 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         off = stack.enter_context(Engine(str(checkpoint), **settings))
-        beside = {"max_loras": NUM_ADAPTERS, "max_lora_rank": asked.rank}
+        beside = {"max_loras": NUM_ADAPTERS, "max_lora_rank": asked.rank, "lora_experts": asked.experts}
         on = stack.enter_context(Engine(str(checkpoint), **settings, **beside))
         for number in range(NUM_ADAPTERS):
-            path = write_adapter(checkpoint, folder / f"{number}", rank=asked.rank, seed=number)
+            path = write_adapter(checkpoint, folder / f"{number}", rank=asked.rank, seed=number, experts=asked.experts)
             outcome = on.load_lora_adapter(path, lora_name=f"a{number}")
             assert outcome.success, outcome.message
         result = conditions(off, size=asked.size, repeats=asked.repeats, load_before=load_before)
         if on.runner.later is not None:
             on.runner.later.wait()
         engines = {side: off if side == "off" else on for side in SIDES}
-        result["adapters"] = {"rank": asked.rank, "parts": measure(engines, repeats=asked.repeats)}
+        parts = measure(engines, repeats=asked.repeats)
+        slot_bytes = sum(array.nbytes for array in jax.tree.leaves(on.runner.adapters.stacks)) // NUM_ADAPTERS
+        result["adapters"] = {"rank": asked.rank, "experts": asked.experts, "slot_bytes": slot_bytes, "parts": parts}
     save(result, asked.out)
     print(adapters(result["adapters"]))
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rayserve_moe import Engine
@@ -97,6 +98,20 @@ def two_ranks(engine_with: EngineStore) -> Engine:
 def alone(engine: Engine) -> Outcomes:
     """The mixed workload, each request alone, prompts whole: what every other way to run it must come to."""
     return run_alone(engine.runner, engine.card, mixed_workload())
+
+
+@pytest.fixture
+def assert_alike(is_native: bool) -> Callable[[Any, Any], None]:
+    """Compare answers: equal to the bit by native kernels; by XLA a log-prob's last bit depends on the batch."""
+
+    def compare(ours: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+        if is_native:
+            assert ours == wanted
+            return
+        assert (ours[0], ours[2]) == (wanted[0], wanted[2])
+        np.testing.assert_allclose(ours[1], wanted[1], atol=1e-5, rtol=0)
+
+    return compare
 
 
 @pytest.fixture(autouse=True)

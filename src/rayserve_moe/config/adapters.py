@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayserve_moe.config.setting_fields import number
+from rayserve_moe.config.setting_fields import named, number
 
 RANK_MULTIPLE = 8
 MAX_PER_STEP = 8
@@ -25,6 +25,10 @@ class AdapterSettings:
     0: `max_loras`, at most 8."""
     num_held: int = number(64, (1, 65536), "max_cpu_loras")
     """Maximum adapters in host memory. A further load drops the least recently used adapter without requests."""
+
+    experts: bool = named(False, "lora_experts")
+    """Adapters may also change routed experts. Every resident adapter then takes memory for all experts, and a step
+    with adapters multiplies by those of all `max_loras` adapters."""
 
     @property
     def compiled_rank(self) -> int:

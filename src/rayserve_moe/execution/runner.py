@@ -120,7 +120,7 @@ class HostRunner:
         self.weights = with_capacity(loaded, self.served.settings.experts.capacity_factor, config=self.config)
         self.weights = replace(self.weights, draft=draft_of(self._draft, self.served.draft, dtype=self.served.dtype))
         if self.adapters is not None:
-            self.adapters.allocate()
+            self.adapters.allocate(self.weights.maps)
         self._report = replace(self._report, load_s=time.perf_counter() - started)
         return self.served.num_pages_within(memory.free_bytes(list(self.config.plan.mesh.local_devices)))
 
@@ -198,6 +198,8 @@ class HostRunner:
         if plan.takes_staged_weights:
             assert launches.step is None, "weights change while no step is in flight"
             self.weights = self.staged.take(self.weights)
+            if self.adapters is not None:
+                self.adapters.replace_weights(self.weights.maps, programs=self.programs.adapters)
             threading.Thread(target=memory.give_back_freed, daemon=True).start()
             return None
         if launches.held is not None:
@@ -249,7 +251,7 @@ class HostRunner:
         if moves is not None:
             self._move(moves)
         if self.adapters is not None:
-            self.adapters.put(loads, program=self.programs.put_adapter)
+            self.adapters.put(loads, programs=self.programs.adapters)
         for update, vector in updates:
             state = update(state, vector)
         blocks = self._block_inputs[shape].inputs(packed.blocks) if shape.num_blocks else None
@@ -284,7 +286,9 @@ class HostRunner:
     def _move(self, vectors: MigrationVectors) -> None:
         programs = self.programs.migration
         assert self._mover is not None and programs is not None, "experts do not move on this server"
-        self.weights = self._mover.move(self.weights, vectors, programs=programs)
+        maps, self.weights = self.weights.maps, self._mover.move(self.weights, vectors, programs=programs)
+        if self.adapters is not None and vectors.swap is not None and self.weights.maps is not maps:
+            self.adapters.follow(vectors.swap, programs=self.programs.adapters)
 
     def _collect(self, launched: Launched, *, packed: PackedStep, pack_s: float, later: _Later) -> StepResult:
         started = time.perf_counter()
@@ -301,7 +305,7 @@ class HostRunner:
         if self._mover is not None:
             self._move(MigrationVectors(*idle_vectors(self.config, slots_per_step=self._mover.slots_per_step)))
         if self.adapters is not None:
-            self.adapters.put_nothing(program=self.programs.put_adapter)
+            self.adapters.put_nothing(programs=self.programs.adapters)
         self.programs.read_counts(self.state.expert_counts_ME)
         num_rows, shows_hidden = self.served.num_rows, self.served.settings.replay.shows_hidden
         for shape in self._packer.shapes:

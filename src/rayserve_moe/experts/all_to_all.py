@@ -42,6 +42,7 @@ from rayserve_moe.experts.rank_rows import (
     runs_between,
     sends_once,
 )
+from rayserve_moe.experts.row_adapters import gather_adapters, received_adapters
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
@@ -50,7 +51,7 @@ from rayserve_moe.kernels.slot_order import SortedAssignments, order_by_slot, ta
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
-Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+Multiply = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 def apply_all_to_all(
@@ -63,11 +64,10 @@ def apply_all_to_all(
     plan, (num_tokens, width), top_k = config.plan, tokens.hidden_TD.shape, config.router.top_k
     part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
     chunk, taken = exchange_sizes(tokens.hidden_TD, config=config, overlapped=overlapped)
-    hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(part, chunk)
-    near = is_near(num_tokens, config=config)
+    hidden_GTD, ids_GTK, gates_GTK, valid_GT, adapter_GT = cut_into_chunks(part, chunk)
 
     def choose(ids_TK: jax.Array, valid_T: jax.Array) -> jax.Array:
-        rank, layer = plan.expert_rank(), experts.layer
+        rank, layer, near = plan.expert_rank(), experts.layer, is_near(num_tokens, config=config)
         return choose_slots(ids_TK, valid_T, experts.maps, layer=layer, rank=rank, config=config, near=near)
 
     # Each chunk divides its tokens over an expert's slots by their shares, so that ranks are even in every chunk.
@@ -85,13 +85,12 @@ def apply_all_to_all(
         not overlapped and sends_once(chunk, row_bytes, config=config),
     )
     product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
-    of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
+    of_layer = experts.of_layer(product, part.adapter_T)
     if len(hidden_GTD) > 1 and platform_of(plan.mesh) == "tpu":  # otherwise every chunk would convert them
         of_layer = widened(of_layer, tokens.hidden_TD.dtype)
     multiply = multiply_rows(of_layer, kernel=config.kernels.experts.results)
-    run = run_overlapped if overlapped else run_in_turn
-    out_TD = run(Chunk(hidden_GTD, slots_GTK, gates_GTK), multiply=multiply, config=exchange).reshape(-1, width)
-    out_TD = out_TD[: len(part.valid_T)]
+    run, chunks = run_overlapped if overlapped else run_in_turn, Chunk(hidden_GTD, slots_GTK, gates_GTK, adapter_GT)
+    out_TD = run(chunks, multiply=multiply, config=exchange).reshape(-1, width)[: len(part.valid_T)]
     if plan.tensor_size > 1:
         with jax.named_scope("combine"):
             out_TD = jax.lax.all_gather(out_TD, TENSOR, axis=0, tiled=True)
@@ -109,9 +108,9 @@ def exchange_sizes(hidden_TD: jax.Array, *, config: ExpertConfig, overlapped: bo
 def multiply_rows(experts: LayerExperts, *, kernel: Callable[..., jax.Array]) -> Multiply:
     """Return the grouped product of rows that belong to a local slot each, by `ExpertKernels.results`."""
 
-    def multiply(rows_CQV: jax.Array, slots_C: jax.Array) -> jax.Array:
+    def multiply(rows_CQV: jax.Array, slots_C: jax.Array, adapter_C: jax.Array | None) -> jax.Array:
         with jax.named_scope("experts"):
-            return kernel(rows_CQV, slots_C[:, None], experts)[:, 0]
+            return kernel(rows_CQV, slots_C[:, None], experts.with_rows(adapter_C))[:, 0]
 
     return multiply
 
@@ -146,6 +145,8 @@ class Route(NamedTuple):
     """Number of rows that the fullest rank multiplies."""
     once: RankRows | None = None
     """The way of rows that go once to each rank; None: a row goes to each slot."""
+    adapter_RN: jax.Array | None = None
+    """Adapters of all ranks' rows, in the order in which they are sent."""
 
 
 class Underway(NamedTuple):
@@ -158,12 +159,13 @@ class Underway(NamedTuple):
 class Chunk(NamedTuple):
     """Tokens to exchange: hidden states [T, D], slot of each assignment [T, K] over all ranks' slots, gates [T, K].
 
-    A slot of `num_slots` or beyond goes nowhere.
+    A slot of `num_slots` or beyond goes nowhere. Adapters are those of `RoutedTokens`.
     """
 
     hidden_TD: jax.Array
     slots_TK: jax.Array
     gates_TK: jax.Array
+    adapter_T: jax.Array | None = None
 
 
 def run_in_turn(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
@@ -205,27 +207,27 @@ def run_overlapped(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig)
 def exchange_chunk(chunk: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
     """Send a chunk's rows, multiply the rows that arrive, return the results and add them up: [T, D].
 
-    `multiply(rows_CQV, slots_C)` returns the results, of the rows' shape. An empty row holds anything and has the
-    number of local slots for its slot; its result is not used.
+    `multiply(rows_CQV, slots_C, adapter_C)` returns the results, of the rows' shape. An empty row holds anything and
+    has the number of local slots for its slot; its result is not used.
     """
     if _fits_one_round(chunk, config):
         underway = multiply_chunk(send_chunk(chunk, config=config), multiply=multiply, config=config)
         return add_up_chunk(chunk, return_chunk(chunk, underway, config=config), multiply=multiply, config=config)
-    route = plan_route(chunk.slots_TK, config=config)
+    route = plan_route(chunk, config=config)
     results_NQV = _rounds(chunk, route, _empty_results(chunk), first=0, multiply=multiply, config=config)
     return _add_up(chunk, route, results_NQV, config)
 
 
 def send_chunk(chunk: Chunk, *, config: ExchangeConfig) -> Underway:
     """Plan the route and send the first round: the first stage of an exchange."""
-    route = plan_route(chunk.slots_TK, config=config)
+    route = plan_route(chunk, config=config)
     return Underway(route, _sender(chunk, route, config)(0))
 
 
 def multiply_chunk(underway: Underway, *, multiply: Multiply, config: ExchangeConfig) -> Underway:
     """Multiply the rows of the first round: the second stage."""
     route, rows_CQV = underway
-    return Underway(route, multiply(rows_CQV, _slots_of_round(route, 0, config)))
+    return Underway(route, _multiply_round(rows_CQV, route, 0, multiply=multiply, config=config))
 
 
 def return_chunk(chunk: Chunk, multiplied: Underway, *, config: ExchangeConfig) -> Underway:
@@ -243,9 +245,9 @@ def add_up_chunk(chunk: Chunk, returned: Underway, *, multiply: Multiply, config
 
 
 @jax.named_scope("dispatch")
-def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
+def plan_route(chunk: Chunk, *, config: ExchangeConfig) -> Route:
     """Sort the assignments by slot and gather the numbers of rows that every rank sends."""
-    num_ranks, num_slots = config.num_ranks, config.num_slots
+    slots_TK, num_ranks, num_slots = chunk.slots_TK, config.num_ranks, config.num_slots
     slots_N, num_local = jnp.minimum(slots_TK.reshape(-1), num_slots), num_slots // num_ranks
     me, once = jax.lax.axis_index(config.axes), None
     if config.sends_once:
@@ -258,14 +260,15 @@ def plan_route(slots_TK: jax.Array, *, config: ExchangeConfig) -> Route:
     sent_RR = counts_RY[:, num_slots : num_slots + num_ranks]
     mine_RS = jax.lax.dynamic_slice_in_dim(counts_RY, me * num_local, num_local, axis=1)
     pairs_RS = np.arange(num_slots).reshape(num_ranks, num_local)
-    sent, received = runs_between(sent_RR, me)
+    order, (sent, received) = order_by_slot(slots_TK, num_slots), runs_between(sent_RR, me)
     return Route(
-        order=order_by_slot(slots_TK, num_slots),
+        order=order,
         sent=sent,
         received=received,
         ends_X=jnp.sum(jnp.where(pairs_RS <= np.arange(num_slots)[:, None, None], mine_RS, 0), axis=(1, 2)),
         max_rows=jnp.max(jnp.sum(sent_RR, axis=0)),
         once=once,
+        adapter_RN=gather_adapters(chunk.adapter_T, order, axes=config.axes),
     )
 
 
@@ -281,9 +284,8 @@ def _rounds(
     receive = _sender(chunk, route, config)
 
     def round_trip(turn: jax.Array, results_NQV: jax.Array) -> jax.Array:
-        return _return_results(
-            multiply(receive(turn), _slots_of_round(route, turn, config)), results_NQV, route, turn, config
-        )
+        rows_CQV = _multiply_round(receive(turn), route, turn, multiply=multiply, config=config)
+        return _return_results(rows_CQV, results_NQV, route, turn, config)
 
     num_rounds = jax.lax.div(route.max_rows + config.round_rows - 1, config.round_rows)
     return jax.lax.fori_loop(first, num_rounds, round_trip, results_NQV)
@@ -364,12 +366,16 @@ def _rounded(numbers: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.reduce_precision(numbers, exponent_bits=form.nexp, mantissa_bits=form.nmant)
 
 
-def _slots_of_round(route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:
-    """Return the local slot of each received row [C]; the number of local slots for rows that are not received."""
+def _multiply_round(
+    rows_CQV: jax.Array, route: Route, turn: jax.Array | int, *, multiply: Multiply, config: ExchangeConfig
+) -> jax.Array:
+    """Multiply the received rows of a round; a row that is not received has the number of local slots for its slot."""
     num_local = config.num_slots // config.num_ranks
     place_C = turn * config.round_rows + np.arange(config.round_rows, dtype=np.int32)
     pair_C = jnp.searchsorted(route.ends_X, place_C, side="right", method="compare_all")
-    return jnp.where(pair_C < route.ends_X.size, jax.lax.rem(pair_C, num_local), num_local)
+    slots_C = jnp.where(pair_C < route.ends_X.size, jax.lax.rem(pair_C, num_local), num_local)
+    sender_C = jax.lax.div(pair_C, num_local)
+    return multiply(rows_CQV, slots_C, received_adapters(route.adapter_RN, route.received, place_C, sender_C=sender_C))
 
 
 def _dispatch(rows_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:
@@ -391,4 +397,4 @@ def _return_results(
 
 
 def _of_chunks(chunks: Chunk, which: int | slice) -> Chunk:
-    return Chunk(*(array[which] for array in chunks))
+    return jax.tree.map(lambda array: array[which], chunks)

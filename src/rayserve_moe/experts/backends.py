@@ -6,7 +6,7 @@ on the placement: `auto` does not take it where experts may move. `local` is the
 gathered and nothing is added up.
 """
 
-# T tokens   D model width   K experts per token   W tokens of all data ranks   G chunks   Y = 2 * K + 1
+# T tokens   D model width   K experts per token   W tokens of all data ranks   G chunks   Y columns of choices
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts import device_sums, low_latency
-from rayserve_moe.experts.addition_order import experts_may_move, unsupported_kind
+from rayserve_moe.experts.addition_order import experts_may_move
 from rayserve_moe.experts.all_to_all import apply_all_to_all, exchange_sizes
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots
@@ -90,7 +90,7 @@ def choose_backend(tokens: RoutedTokens, experts: PlacedExperts, *, config: Expe
     if config.backend == LOW_LATENCY:
         return choose((named[LOW_LATENCY], named[ALL_TO_ALL]), tokens, experts, config=config)
     if config.backend == DEVICE_SUMS:
-        fast_or_not = replace(named[DEVICE_SUMS], unsupported_reason=unsupported_kind)
+        fast_or_not = replace(named[DEVICE_SUMS], unsupported_reason=device_sums.unsupported_here)
         return choose((fast_or_not, named[ALL_TO_ALL]), tokens, experts, config=config)
     return Choice(named[config.backend])
 
@@ -215,12 +215,19 @@ def gathered_chunk(num_tokens: int, row_bytes: int, *, config: ExpertConfig) -> 
 
 def _gather(tokens: RoutedTokens, axes: str | tuple[str, ...]) -> RoutedTokens:
     """Gather the tokens of all ranks of `axes`: hidden states, and in a second collective all else as integers."""
-    hidden_TD, ids_TK, gates_TK, valid_T = tokens
-    bits_TK = jax.lax.bitcast_convert_type(gates_TK, jnp.int32)
-    choice_TY = jnp.concatenate([ids_TK, bits_TK, valid_T[:, None].astype(jnp.int32)], axis=1)
+    hidden_TD, ids_TK, gates_TK, valid_T, adapter_T = tokens
+    bits_TK, top_k = jax.lax.bitcast_convert_type(gates_TK, jnp.int32), ids_TK.shape[1]
+    columns = [ids_TK, bits_TK, valid_T[:, None].astype(jnp.int32)]
+    if adapter_T is not None:
+        columns.append(adapter_T[:, None])
+    choice_TY = jnp.concatenate(columns, axis=1)
     hidden_WD, choice_WY = (jax.lax.all_gather(array, axes, axis=0, tiled=True) for array in (hidden_TD, choice_TY))
-    ids_WK, bits_WK, valid_W1 = jnp.split(choice_WY, [ids_TK.shape[1], 2 * ids_TK.shape[1]], axis=1)
-    return RoutedTokens(hidden_WD, ids_WK, jax.lax.bitcast_convert_type(bits_WK, jnp.float32), valid_W1[:, 0] > 0)
+    ids_WK, bits_WK, rest_WY = jnp.split(choice_WY, [top_k, 2 * top_k], axis=1)
+    gates_WK, adapter_W = (
+        jax.lax.bitcast_convert_type(bits_WK, jnp.float32),
+        None if adapter_T is None else rest_WY[:, 1],
+    )
+    return RoutedTokens(hidden_WD, ids_WK, gates_WK, rest_WY[:, 0] > 0, adapter_W)
 
 
 def _combine(out_TD: jax.Array, tokens: RoutedTokens, config: ExpertConfig) -> jax.Array:
@@ -231,7 +238,7 @@ def _combine(out_TD: jax.Array, tokens: RoutedTokens, config: ExpertConfig) -> j
 
 def _sums_of_my_slots(tokens: RoutedTokens, experts: PlacedExperts, config: ExpertConfig) -> jax.Array:
     """Return the sum of this rank's slots for each token: float32 [T, D]. Every rank chooses the same slots."""
-    hidden_TD, ids_TK, gates_TK, valid_T = tokens
+    hidden_TD, ids_TK, gates_TK, valid_T, adapter_T = tokens
     num_local = config.num_local_slots
     with jax.named_scope("dispatch"):
         home_T1 = _home_ranks(len(valid_T), config)
@@ -241,7 +248,7 @@ def _sums_of_my_slots(tokens: RoutedTokens, experts: PlacedExperts, config: Expe
         local_TK = jnp.where(is_here_TK, local_TK, num_local)
     product = ProductConfig(num_local, ids_TK.size / config.router.num_experts, config.activation)
     with jax.named_scope("experts"):
-        of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
+        of_layer = experts.of_layer(product, adapter_T)
         return config.kernels.experts.sums(hidden_TD, local_TK, gates_TK, of_layer)
 
 

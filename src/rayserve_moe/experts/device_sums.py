@@ -68,15 +68,13 @@ def apply_device_sums(tokens: RoutedTokens, experts: PlacedExperts, *, config: E
     plan, (num_tokens, width) = config.plan, tokens.hidden_TD.shape
     part = take_part(tokens, plan.tensor_rank(), num_parts=plan.tensor_size)
     chunk = chunk_tokens(len(part.valid_T), max_tokens(experts, config))
-    hidden_GTD, ids_GTK, gates_GTK, valid_GT = cut_into_chunks(part, chunk)
+    hidden_GTD, ids_GTK, gates_GTK, valid_GT, _ = cut_into_chunks(part, chunk)
     with jax.named_scope("dispatch"):
         slots_GTK = jnp.where(valid_GT[..., None], ids_GTK, config.num_slots)
         row_plans = plan_rows(slots_GTK, gates_GTK, config=config)
-    num_local = config.num_local_slots
     mean_rows = chunk * config.router.top_k * plan.num_expert_ranks / config.num_slots
-    product = ProductConfig(num_local, mean_rows, config.activation)
-    of_layer = LayerExperts(experts.weights, experts.layer * num_local, product)
-    exchange = ChunkExchange(config.kernels.experts.device_sums.run, of_layer)
+    product = ProductConfig(config.num_local_slots, mean_rows, config.activation)
+    exchange = ChunkExchange(config.kernels.experts.device_sums.run, experts.of_layer(product))
     out_GTD = exchange.run(Chunk(hidden_GTD, row_plans))
     out_TD = out_GTD.reshape(-1, width)[: len(part.valid_T)]
     if plan.tensor_size > 1:
@@ -88,8 +86,7 @@ def apply_device_sums(tokens: RoutedTokens, experts: PlacedExperts, *, config: E
 def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> str:
     """Return why `apply_device_sums` does not take a call, or would be slow; empty if it does."""
     plan = config.plan
-    reason = unsupported_kind(tokens, experts, config=config)
-    if reason:
+    if reason := unsupported_here(tokens, experts, config=config):
         return reason
     per_device, most = -(-len(tokens.hidden_TD) // plan.tensor_size), max_tokens(experts, config)
     if per_device < 2 * MIN_FUSED_CHUNK:
@@ -97,6 +94,16 @@ def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: 
     if most < MIN_FUSED_CHUNK:
         return f"a chunk has at most {most} tokens of a device, not {MIN_FUSED_CHUNK}"
     return ""
+
+
+def unsupported_here(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> str:
+    """Return why `apply_device_sums` cannot take a call; empty if it can.
+
+    Another backend that takes a call because of adapters adds up in the order of this one.
+    """
+    if experts.adapters is not None:
+        return "tokens have adapters of experts"
+    return unsupported_kind(tokens, experts, config=config)
 
 
 def chunk_tokens(num_tokens: int, max_tokens: int) -> int:

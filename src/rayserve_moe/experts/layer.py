@@ -26,6 +26,7 @@ from rayserve_moe.experts.routing import (
 )
 from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacedExperts, PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens
+from rayserve_moe.kernels.adapters import RowAdapters
 from rayserve_moe.kernels.candidates import Choice
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
@@ -56,13 +57,14 @@ def apply_experts(  # noqa: PLR0913 (keyword arguments that vary by call)
     forced: ForcedExperts | None = None,
     capacity: StepCapacity | None = None,
     audits: bool = False,
+    adapters: RowAdapters | None = None,
 ) -> tuple[jax.Array, LayerRouting]:
     """Select experts and compute them; return the sums [T, D] and the routing.
 
     Tokens and outputs belong to this device's data rank, and are the same on every device of a tensor group. `layer`
     counts MoE layers; `maps` hold all of them, and None stands for expert i in slot i. Padding tokens (not `valid_T`)
     cost no expert product. `forced` replaces the router's selection. `capacity` limits slots; an id of -1 then is an
-    assignment that was not filled. `audits` requests `LayerRouting.native`.
+    assignment that was not filled. `audits` requests `LayerRouting.native`. `adapters` change the experts' matrices.
 
     Raises: KeyError if the backend of `config` is unknown.
     """
@@ -82,8 +84,9 @@ def apply_experts(  # noqa: PLR0913 (keyword arguments that vary by call)
     if router.factors_E is not None:
         gates_TK = gates_TK * router.factors_E[ids_TK]
     gates_TK = with_forced_gates(gates_TK, forced)
-    tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T)
-    placed = PlacedExperts(weights, layer, maps)
+    of_experts, adapter_T = (None, None) if adapters is None else adapters
+    tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T, adapter_T)
+    placed = PlacedExperts(weights, layer, maps, of_experts)
     backend = choose_backend(tokens, placed, config=config).candidate
     assert backend is not None, "the last candidate takes every call"
     return backend.run(tokens, placed, config=config), LayerRouting(ids_TK, tally_4, gates_TK, native)

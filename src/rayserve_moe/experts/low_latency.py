@@ -12,7 +12,7 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 from rayserve_moe.kernels.narrow_weights import in_blocks
-from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig
+from rayserve_moe.kernels.reference.expert_products import ProductConfig
 from rayserve_moe.kernels.tpu.dispatch_sizes import WEIGHT_DTYPES, DispatchSizes
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
@@ -36,7 +36,7 @@ def apply_low_latency(tokens: RoutedTokens, experts: PlacedExperts, *, config: E
         )
     sizes = _sizes_of(tokens, experts, config)
     product = ProductConfig(sizes.num_slots, sizes.num_ranks * sizes.num_rows / config.num_slots, config.activation)
-    of_layer = LayerExperts(experts.weights, experts.layer * sizes.num_slots, product)
+    of_layer = experts.of_layer(product)
     with jax.named_scope("experts"):
         out_TD = config.kernels.experts.low_latency.run(part.hidden_TD, slots_TK, part.gates_TK, of_layer, sizes=sizes)
     if plan.tensor_size == 1:
@@ -58,6 +58,8 @@ def _mine_alone(tokens: RoutedTokens, part: jax.Array, *, num_parts: int) -> Rou
 def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> str:
     """Return why `apply_low_latency` does not take a call; empty if it does."""
     hidden_TD, weights = tokens.hidden_TD, experts.weights
+    if experts.adapters is not None:
+        return "tokens have adapters of experts"
     if hidden_TD.dtype != jnp.bfloat16 or weights.up_XDF.dtype not in WEIGHT_DTYPES:
         return f"{hidden_TD.dtype} tokens and {weights.up_XDF.dtype} weights are not bfloat16, or 8 bits for weights"
     if weights.gate_XDF is None:

@@ -24,7 +24,8 @@ from rayserve_moe.balancing.placement import (
     ExpertPlacement,
 )
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.kernels.reference.expert_products import ExpertWeights
+from rayserve_moe.kernels.adapters import ExpertAdapters, RowAdapters
+from rayserve_moe.kernels.reference.expert_products import ExpertWeights, LayerExperts, ProductConfig
 from rayserve_moe.kernels.slot_order import order_by_slot
 
 # A share of an expert's tokens is measured in parts of this; experts up to 2047 keep the sum in an int32.
@@ -54,6 +55,13 @@ class PlacedExperts(NamedTuple):
     weights: ExpertWeights
     layer: jax.Array
     maps: PlacementArrays | None
+    adapters: ExpertAdapters | None = None
+    """This device's adapters, as the weights; None if no token has one."""
+
+    def of_layer(self, product: ProductConfig, adapter_T: jax.Array | None = None) -> LayerExperts:
+        """Return the layer's experts on this device; `adapter_T` are the adapters of the rows to multiply."""
+        adapters = None if self.adapters is None or adapter_T is None else RowAdapters(self.adapters, adapter_T)
+        return LayerExperts(self.weights, self.layer * product.num_slots, product, adapters)
 
 
 def placement_arrays(placement: ExpertPlacement) -> PlacementArrays:
@@ -71,6 +79,13 @@ def placement_arrays(placement: ExpertPlacement) -> PlacementArrays:
     fractions_LP = np.clip(np.rint(of_expert_LP * WHOLE), 0, WHOLE - 1).astype(np.int32)
     arrays = experts_LP * WHOLE + fractions_LP, order_LP, placement.slot_for
     return PlacementArrays(*(np.ascontiguousarray(array, dtype=np.int32) for array in arrays))
+
+
+def experts_of_slots(bounds: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Return the expert of each slot by maps in host memory, int32 [..., P]: `PlacementArrays` of layers or of one."""
+    experts = np.empty_like(slots)
+    np.put_along_axis(experts, slots, bounds // WHOLE, axis=-1)
+    return experts
 
 
 def choose_slots(  # noqa: PLR0913 (keyword arguments that vary by call)

@@ -41,6 +41,8 @@ class RoutedTokens(NamedTuple):
     ids_TK: jax.Array
     gates_TK: jax.Array
     valid_T: jax.Array
+    adapter_T: jax.Array | None = None
+    """Place of each token's adapter among the resident ones, -1 for none; None if no token has one."""
 
 
 def cut_into_chunks(tokens: RoutedTokens, chunk: int) -> RoutedTokens:
@@ -50,7 +52,7 @@ def cut_into_chunks(tokens: RoutedTokens, chunk: int) -> RoutedTokens:
         padded_T = jnp.pad(array_T, [(0, -len(array_T) % chunk), *[(0, 0)] * (array_T.ndim - 1)])
         return padded_T.reshape(-1, chunk, *array_T.shape[1:])
 
-    return RoutedTokens(*map(cut, tokens))
+    return jax.tree.map(cut, tokens)
 
 
 def take_part(tokens: RoutedTokens, part: jax.Array, *, num_parts: int) -> RoutedTokens:
@@ -58,7 +60,7 @@ def take_part(tokens: RoutedTokens, part: jax.Array, *, num_parts: int) -> Route
     if num_parts == 1:
         return tokens
     parts = cut_into_chunks(tokens, -(-len(tokens.valid_T) // num_parts))
-    return RoutedTokens(*(jax.lax.dynamic_index_in_dim(array, part, keepdims=False) for array in parts))
+    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, part, keepdims=False), parts)
 
 
 def chunk_tokens(num_tokens: int, *, top_k: int, row_bytes: int, overlapped: bool = False) -> int:

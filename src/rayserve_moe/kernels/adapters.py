@@ -7,11 +7,12 @@ of the base model.
 """
 
 # T tokens   L layers   S resident adapters   N adapters of a step   R rank   I inputs   O outputs   A heads
-# n width without position   C latent   v value width
+# n width without position   C latent   v value width   X layers * expert slots
+# P expert slots of a layer   Q = S * R
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -55,6 +56,49 @@ class Product(NamedTuple):
     def of(self, rows_TI: jax.Array) -> jax.Array:
         """Return s B (A x), float32 [T, O]."""
         return jnp.einsum("TNR,NRO->TO", self.inner(rows_TI), self.b_NRO, preferred_element_type=jnp.float32)
+
+
+class ExpertAdapters(NamedTuple):
+    """Resident adapters of the experts on this device, flat over layers and expert slots: [X, S, R, ...]."""
+
+    gate: AdapterPair
+    up: AdapterPair
+    down: AdapterPair
+
+
+class RowAdapters(NamedTuple):
+    """Resident adapters of experts, and the adapter of each row that experts multiply."""
+
+    experts: ExpertAdapters
+    slot_T: jax.Array
+    """Place of each row's adapter among the resident ones, int32; -1 for none."""
+
+
+def expert_product(rows_TI: jax.Array, pair: AdapterPair, expert: jax.Array, *, slot_T: jax.Array) -> jax.Array:
+    """Return s B (A x) of rows that all belong to one expert, by the resident adapters of that expert, float32."""
+    a_SRI, b_SRO = (stack[expert] for stack in pair)
+    return Product(a_SRI, b_SRO, slot_T[:, None] == jnp.arange(len(a_SRI))).of(rows_TI)
+
+
+def grouped_products(
+    rows_TI: jax.Array, pairs: Sequence[AdapterPair], sizes_P: jax.Array, *, slot_T: jax.Array
+) -> list[jax.Array]:
+    """Return s B (A x) for several matrices of the same inputs, of rows in the order of experts, float32.
+
+    `pairs` are [P, S, R, ...], the resident adapters of a layer's P experts, which have `sizes_P` rows each. All A lie
+    side by side: on a TPU, ranks up to the width of its matrix unit cost as much as one.
+    """
+    num_experts, num_slots, rank, _ = pairs[0].a_LSRI.shape
+    a_PQI = [pair.a_LSRI.reshape(num_experts, num_slots * rank, -1) for pair in pairs]
+    a_PIQ = jnp.swapaxes(jnp.concatenate(a_PQI, axis=1), 1, 2)
+    inner_TQ = jax.lax.ragged_dot(rows_TI, a_PIQ, sizes_P, preferred_element_type=jnp.float32)
+    own_TQ = jnp.repeat(slot_T[:, None] == jnp.arange(num_slots), rank, axis=1)
+    made = []
+    for pair, part_TQ in zip(pairs, jnp.split(inner_TQ, len(pairs), axis=1), strict=True):
+        b_PQO = pair.b_LSRO.reshape(num_experts, num_slots * rank, -1)
+        own_inner_TQ = jnp.where(own_TQ, part_TQ, 0.0).astype(rows_TI.dtype)
+        made.append(jax.lax.ragged_dot(own_inner_TQ, b_PQO, sizes_P, preferred_element_type=jnp.float32))
+    return made
 
 
 class LayerAdapters(NamedTuple):

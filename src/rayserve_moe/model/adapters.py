@@ -1,6 +1,6 @@
 """Resident adapters as arrays: a pair of stacks for every adapted matrix."""
 
-# L layers   S resident adapters   R rank   I inputs   O outputs
+# L layers   S resident adapters   R rank   I inputs   O outputs   P expert slots
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ class AdaptedMatrix(NamedTuple):
     spec: ParamSpec
 
     @property
+    def slots(self) -> tuple[tuple[int, str], ...]:
+        """Return size and logical axis of the expert slots, or nothing for a matrix outside of experts."""
+        return ((self.spec.shape[1], "expert_slots"),) if self.spec.num_experts else ()
+
+    @property
     def inputs(self) -> tuple[int, str | None]:
         """Return size and logical axis of the inputs."""
         place = -2 if self.spec.column_dim == -1 else -1
@@ -39,14 +44,14 @@ class AdaptedMatrix(NamedTuple):
         return self.spec.shape[place], self.spec.axes[place]
 
 
-def adapted_matrices(tree: ParameterTree, spec: ModelSpec) -> Iterator[AdaptedMatrix]:
-    """Yield the matrices of a model's tree of parameters that adapters may change."""
+def adapted_matrices(tree: ParameterTree, spec: ModelSpec, *, experts: bool = False) -> Iterator[AdaptedMatrix]:
+    """Yield the matrices of a model's tree of parameters that adapters may change, `experts` included if requested."""
     names: dict[str, tuple[str, ...]] = {own.kind: MIXERS[own.kind].adapted for own in spec.mixers}
     for ffn in FFNS.values():
         names |= ffn.adapted
     for group, of_group in names.items():
         for name in of_group:
-            if name in tree.get(group, {}):
+            if name in tree.get(group, {}) and (experts or not tree[group][name].num_experts):
                 yield AdaptedMatrix(group, name, tree[group][name])
 
 
@@ -55,20 +60,17 @@ def adapter_shapes(
 ) -> AdapterStacks:
     """Return shapes and shardings of `num_slots` resident adapters, or without that dimension of a single one.
 
-    Inputs and outputs are sharded like the matrix.
+    They are [L, S, R, I] and [L, S, R, O], of experts [L, P, S, R, ...]. Expert slots, inputs and outputs are sharded
+    like the matrix.
     """
     stacks: AdapterStacks = {}
-    slots = () if num_slots is None else (num_slots,)
-    for matrix in adapted_matrices(tree, config.spec):
-        num_layers = len(matrix.spec.layers)
-        pair = [
-            jax.ShapeDtypeStruct(
-                (num_layers, *slots, rank, size),
-                dtype,
-                sharding=config.plan.sharding((None,) * (2 + len(slots)) + (axis,)),
-            )
-            for size, axis in (matrix.inputs, matrix.outputs)
-        ]
+    resident = () if num_slots is None else ((num_slots, None),)
+    for matrix in adapted_matrices(tree, config.spec, experts=config.adapts_experts):
+        layers = len(matrix.spec.layers), None
+        pair = []
+        for own in (matrix.inputs, matrix.outputs):
+            sizes, axes = zip(layers, *matrix.slots, *resident, (rank, None), own, strict=True)
+            pair.append(jax.ShapeDtypeStruct(sizes, dtype, sharding=config.plan.sharding(axes)))
         stacks.setdefault(matrix.group, {})[matrix.name] = AdapterPair(*cast(list[jax.Array], pair))
     return stacks
 

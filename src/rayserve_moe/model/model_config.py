@@ -35,6 +35,8 @@ class ModelConfig:
     """Positions of a page table, if that is known: states that such tables do not need are not kept."""
     state_dtypes: tuple[tuple[str, str], ...] = ()
     """Names of states, and their dtype in place of the KV cache's."""
+    adapts_experts: bool = False
+    """True if adapters beside the weights may change experts."""
 
     @property
     def kernels(self) -> Kernels:

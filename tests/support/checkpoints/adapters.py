@@ -53,8 +53,8 @@ class MadeAdapter:
 
 
 class _Making:
-    def __init__(self, checkpoint: Path, seed: int) -> None:
-        files = open_checkpoint(checkpoint)
+    def __init__(self, checkpoint: Path, seed: int, rank: int = RANK) -> None:
+        files, self.rank = open_checkpoint(checkpoint), rank
         self.spec, self.rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
         self.tree = parameters_in_files(parameter_specs(self.spec, dtype="float32"), self.rules, spec=self.spec)
         self.places = tensor_places(self.tree, self.rules)
@@ -72,7 +72,7 @@ class _Making:
         self.tensors |= {f"{PREFIX}{module}.lora_A.weight": a, f"{PREFIX}{module}.lora_B.weight": b}
 
     def merge(self, name: str, delta: np.ndarray, at: Any = ...) -> None:
-        self.merged[name][at] += ALPHA / RANK * delta
+        self.merged[name][at] += ALPHA / self.rank * delta
         self.changed.add(name)
 
     def matrices(self) -> None:
@@ -80,19 +80,19 @@ class _Making:
         for name, (place, *_) in self.places.items():
             shape = place.spec.file_shape
             if len(shape) == 2 and place.spec.layers and not place.spec.num_experts and not place.spec.file.is_row:
-                a, b = self.draw(RANK, shape[1]), self.draw(shape[0], RANK)
+                a, b = self.draw(self.rank, shape[1]), self.draw(shape[0], self.rank)
                 self.add(name.removesuffix(".weight"), a, b)
                 self.merge(name, b.astype(np.float64) @ a)
 
-    def beside_weights(self, rank: int) -> None:
+    def beside_weights(self) -> None:
         """Adapt every matrix of attention, shared experts and dense layers."""
         taking = {(each.group, each.name) for each in adapted_matrices(self.tree, self.spec)}
         for name, places in self.places.items():
             if any((place.path[0], place.path[-1]) in taking for place in places):
                 outputs, inputs = places[0].spec.file_shape
-                a, b = self.draw(rank, inputs), self.draw(outputs, rank)
+                a, b = self.draw(self.rank, inputs), self.draw(outputs, self.rank)
                 self.add(name.removesuffix(".weight"), a, b)
-                self.merge(name, RANK / rank * b.astype(np.float64) @ a)
+                self.merge(name, b.astype(np.float64) @ a)
 
     def experts(self, layer: int, layout: str) -> None:
         """Adapt gate, up and down of all experts of a layer."""
@@ -100,12 +100,13 @@ class _Making:
         is_fused = layout in ("fused", "per_parameter")
         shared = 1 if layout == "shared_outer" else num
         a_up, a_gate, a_down = (
-            self.draw(shared, RANK, width),
-            self.draw(shared, RANK, width),
-            self.draw(num, RANK, inner),
+            self.draw(shared, self.rank, width),
+            self.draw(shared, self.rank, width),
+            self.draw(num, self.rank, inner),
         )
         a_gate = a_up if is_fused or layout == "shared_outer" else a_gate
-        b_gate, b_up, b_down = self.draw(num, inner, RANK), self.draw(num, inner, RANK), self.draw(shared, width, RANK)
+        b_gate, b_up = (self.draw(num, inner, self.rank) for _ in range(2))
+        b_down = self.draw(shared, width, self.rank)
         for expert in range(num):
             for role, a, b in (("gate", a_gate, b_gate), ("up", a_up, b_up), ("down", a_down, b_down)):
                 if f"expert_{role}" not in self.rules:
@@ -119,7 +120,7 @@ class _Making:
         self._emit(container, layout, (a_gate, b_gate), (a_up, b_up), (a_down, b_down))
 
     def _emit(self, container: str, layout: str, gate: Any, up: Any, down: Any) -> None:
-        both_b = np.zeros((len(gate[1]), 2 * gate[1].shape[1], RANK), np.float32)
+        both_b = np.zeros((len(gate[1]), 2 * gate[1].shape[1], self.rank), np.float32)
         at_gate, at_up = self._halves()
         both_b[:, at_gate], both_b[:, at_up] = gate[1], up[1]
         if layout == "fused":
@@ -181,10 +182,12 @@ def make_adapter(checkpoint: Path, layout: str = "fused", *, seed: int = 1, othe
     return MadeAdapter(config, making.tensors, {name: making.merged[name] for name in making.changed})
 
 
-def make_adapter_beside(checkpoint: Path, *, seed: int, rank: int = RANK) -> MadeAdapter:
-    """Make an adapter of all adapted matrices."""
-    making = _Making(checkpoint, seed)
-    making.beside_weights(rank)
+def make_adapter_beside(checkpoint: Path, *, seed: int, rank: int = RANK, experts: str = "") -> MadeAdapter:
+    """Make an adapter of all adapted matrices, and of experts in a layout if one is given."""
+    making = _Making(checkpoint, seed, rank)
+    making.beside_weights()
+    for layer in making.spec.moe_layer_ids if experts else ():
+        making.experts(layer, experts)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "bias": "none", "target_modules": ["q_proj"]}
     return MadeAdapter(config, making.tensors, {name: making.merged[name] for name in making.changed})
 

@@ -22,6 +22,7 @@ from rayserve_moe.experts.layer import apply_experts
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import RouterWeights, count_tokens
 from rayserve_moe.experts.slot_mapping import placement_arrays
+from rayserve_moe.kernels.adapters import AdapterPair, ExpertAdapters, RowAdapters
 from rayserve_moe.kernels.reference.activations import SILU, Activation
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.table import KERNELS
@@ -158,14 +159,14 @@ class MoeRun:
         )
         split, whole = PartitionSpec(DATA), PartitionSpec()
         slots = plan.partition(("layers", "expert_slots"))
-        self._parts = (split, whole, split, slots, whole, whole, whole)
+        self._parts = (split, whole, split, slots, whole, whole, whole, slots, split)
         self.compiled = jax.jit(
             jax.shard_map(self._on_device, mesh=plan.mesh, in_specs=self._parts, out_specs=split, check_vma=False),
             compiler_options=OPTIMIZED if optimized else QUICK,
         )
 
     def __call__(self, placement: ExpertPlacement | None = None, **changes) -> MoeResult:
-        """Run one layer; `changes` replace hidden, router, valid, layer or capacity_factor."""
+        """Run one layer; `changes` replace hidden, router, valid, layer or capacity_factor, or give tokens adapters."""
         return MoeResult(*map(np.asarray, self.on_devices(placement, **changes)))
 
     def on_devices(self, placement: ExpertPlacement | None = None, *, layer: int = 1, **changes) -> list[jax.Array]:
@@ -180,7 +181,19 @@ class MoeRun:
         hidden = inputs["hidden"].astype(jax.numpy.dtype(case.dtype))
         slots = [array.astype(hidden.dtype) for array in slots]
         router = RouterWeights(inputs["router"], *case.router_biases)
-        arguments = hidden, router, inputs["valid"], slots, maps, np.int32(layer), self._factor(changes)
+        pairs, adapter_T = changes.get("pairs"), changes.get("adapter_T")
+        pairs = pairs and [[array[np.arange(NUM_LAYERS)[:, None], experts] for array in pair] for pair in pairs]
+        arguments = (
+            hidden,
+            router,
+            inputs["valid"],
+            slots,
+            maps,
+            np.int32(layer),
+            self._factor(changes),
+            pairs,
+            adapter_T,
+        )
         return self.compiled(*(self._placed(a, part) for a, part in zip(arguments, self._parts, strict=True)))
 
     def _factor(self, changes) -> np.ndarray | None:
@@ -191,15 +204,29 @@ class MoeRun:
         sharding = NamedSharding(self.plan.mesh, part)
         return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
 
-    def _on_device(self, hidden, router, valid, stacked, maps, layer, factor):
-        flat = ExpertWeights(*(array.reshape(-1, *array.shape[2:]) for array in stacked))
+    def _on_device(self, hidden, router, valid, stacked, maps, layer, factor, pairs, adapter_T):
+        flat, adapters = ExpertWeights(*map(_flat, stacked)), None
+        if pairs is not None:
+            adapters = RowAdapters(ExpertAdapters(*(AdapterPair(*map(_flat, pair)) for pair in pairs)), adapter_T)
         capacity = None if factor is None else step_capacity(valid, factor, config=self.config)
         out, routing = apply_experts(
-            hidden, router, flat, layer=layer, valid_T=valid, config=self.config, maps=maps, capacity=capacity
+            hidden,
+            router,
+            flat,
+            layer=layer,
+            valid_T=valid,
+            config=self.config,
+            maps=maps,
+            capacity=capacity,
+            adapters=adapters,
         )
         tally = () if routing.tally_4 is None else (routing.tally_4[None],)
         counts_E = count_tokens(routing.ids_TK, valid, num_experts=self.config.router.num_experts)
         return out, routing.ids_TK, counts_E[None], *tally
+
+
+def _flat(array: jax.Array) -> jax.Array:
+    return array.reshape(-1, *array.shape[2:])
 
 
 def dense(case: MoeCase, data: int, *, layer: int = 1, **changes) -> MoeResult:

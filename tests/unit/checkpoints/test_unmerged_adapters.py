@@ -11,11 +11,12 @@ import pytest
 from rayserve_moe.checkpoints.adapters.config import adapter_config_of
 from rayserve_moe.checkpoints.adapters.unmerged import held_adapter
 from rayserve_moe.checkpoints.files import CheckpointError, open_checkpoint
+from rayserve_moe.checkpoints.names import tensor_name
 from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.model.adapters import adapted_matrices
 from rayserve_moe.model.family_table import rules_of, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
-from tests.support.checkpoints.adapters import make_adapter, make_adapter_beside
+from tests.support.checkpoints.adapters import LAYOUTS, make_adapter, make_adapter_beside
 from tests.support.models.families import FAMILY_CASES, FamilyCase, config_of, write_family
 
 SETTINGS = AdapterSettings(num_slots=2, max_rank=6)
@@ -28,13 +29,13 @@ FIRST = [
 ]
 
 
-def held(config, tensors, model, *, names=(), dtype="float32", tensor_size=1):
+def held(config, tensors, model, *, names=(), dtype="float32", tensor_size=1, experts=False):
     spec, rules = spec_from_config(model), rules_of(model, names)
     specs = parameter_specs(spec, dtype=dtype, tensor_size=tensor_size)
     tree = parameters_in_files(specs, rules, spec=spec)
-    matrices = list(adapted_matrices(specs, spec))
+    matrices = list(adapted_matrices(specs, spec, experts=experts))
     found = held_adapter(
-        adapter_config_of(config), tensors, matrices=matrices, tree=tree, rules=rules, settings=SETTINGS
+        adapter_config_of(config), tensors, matrices=matrices, tree=tree, rules=rules, settings=SETTINGS, dtype=dtype
     )
     return found, {(matrix.group, matrix.name): matrix for matrix in matrices}
 
@@ -92,11 +93,51 @@ def test_a_rank_above_the_programs_is_rejected():
         held(config(7), tensors, QWEN)
 
 
+EXPERT_LAYOUTS = [
+    *(("qwen3_moe", layout) for layout in LAYOUTS),
+    *((family, layout) for family in ("gpt_oss", "deepseek_v3", "qwen3_next") for layout in ("fused", "shared_outer")),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), EXPERT_LAYOUTS)
+def test_experts_take_what_merging_adds_to_each(family: str, layout: str, tmp_path: Path):
+    """In every layout, of files with tensors per expert, with halves and with gate and up in turn."""
+    case = next(case for case in FAMILY_CASES if case.family == family)
+    checkpoint = write_family(case, tmp_path / "model", seed=3)
+    files, made = open_checkpoint(checkpoint), make_adapter_beside(checkpoint, seed=5, rank=3, experts=layout)
+    pairs, matrices = held(made.config, made.tensors, files.config, names=files.tensors, experts=True)
+    assert set(pairs) == set(matrices)
+    spec, rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
+    tree = parameters_in_files(parameter_specs(spec, dtype="float32"), rules, spec=spec)
+    for (group, name), (a_LERI, b_LERO) in pairs.items():
+        form = tree[group][name]
+        if not form.num_experts:
+            continue
+        columns = form.columns_in_file(0, form.filled_shape[form.column_dim])
+        for place, expert in np.ndindex(a_LERI.shape[:2]):
+            tensor = tensor_name(form, (place, expert), rules=rules)
+            delta = made.merged[tensor] - files.read(tensor).astype(np.float64)
+            delta = delta[expert] if form.file.has_all_experts else delta
+            delta = delta if form.file.transposed or form.column_dim == 0 else delta.T
+            ours = b_LERO[place, expert].T @ a_LERI[place, expert]
+            np.testing.assert_allclose(ours, delta[columns], atol=1e-6, err_msg=f"{name} {place} {expert}")
+        assert not a_LERI[:, :, 3:].any() and not b_LERO[:, :, 3:].any(), "ranks are padded by zeros"
+
+
+def test_ranks_of_experts_above_the_programs_are_rejected(tmp_path: Path):
+    case = next(case for case in FAMILY_CASES if case.family == "qwen3_moe")
+    checkpoint = write_family(case, tmp_path / "model", seed=3)
+    made = make_adapter_beside(checkpoint, seed=5, rank=7, experts="per_expert")
+    of_experts = {name: value for name, value in made.tensors.items() if ".experts." in name}
+    with pytest.raises(CheckpointError, match=r"experts.* rank 7 exceeds max_lora_rank 6"):
+        held(made.config, of_experts, QWEN, experts=True)
+
+
 def test_a_router_or_experts_are_rejected_with_the_name_of_the_merged_load(tmp_path: Path):
     router = one_pair("mlp.gate", spec_from_config(QWEN).router.num_experts, QWEN["hidden_size"])
     with pytest.raises(CheckpointError, match=r"gate\.lora_A.*takes no adapter beside the weights.*merge: true"):
         held(config(), router, QWEN)
     case = next(case for case in FAMILY_CASES if case.family == "qwen3_moe")
     made = make_adapter(write_family(case, tmp_path / "model", seed=3), "fused", others=False)
-    with pytest.raises(CheckpointError, match=r"experts.*takes no adapter beside the weights.*merge: true"):
+    with pytest.raises(CheckpointError, match=r"experts.*set lora_experts.*merge: true"):
         held(made.config, made.tensors, QWEN)

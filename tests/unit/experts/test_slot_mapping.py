@@ -15,7 +15,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.traffic import LayerMaps, nearest_slots, share_keys
 from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.router_spec import RouterSpec
-from rayserve_moe.experts.slot_mapping import choose_slots, placement_arrays
+from rayserve_moe.experts.slot_mapping import choose_slots, experts_of_slots, placement_arrays
 from rayserve_moe.kernels.table import CPU
 from tests.support.experts.moe_layer import plan_of, shuffled
 from tests.support.experts.placements import random_placement
@@ -44,6 +44,11 @@ def picks(num_tokens: int, seed: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def placement() -> ExpertPlacement:
     return shuffled(identity_placement(2, NUM_EXPERTS, ep_size=RANKS, num_redundant=8), 3)
+
+
+def test_maps_name_the_expert_of_each_slot(placement):
+    maps = placement_arrays(placement)
+    np.testing.assert_array_equal(experts_of_slots(maps.bounds_LP, maps.slots_LP), placement.expert_of_slot)
 
 
 @pytest.mark.parametrize("choice", ["shares", "static", "first"])

@@ -1,11 +1,11 @@
 """Adapters beside the weights: the matrices of a trainer's file as the arrays that programs take."""
 
-# L layers   R rank   I inputs   O outputs
+# L layers   R rank   I inputs   O outputs   E experts
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -16,14 +16,17 @@ from rayserve_moe.checkpoints.adapters.config import AdapterConfig
 from rayserve_moe.checkpoints.adapters.placing import placed_additions
 from rayserve_moe.checkpoints.casting import cast
 from rayserve_moe.checkpoints.header import CheckpointError
-from rayserve_moe.checkpoints.names import SpecTree, tensor_places
+from rayserve_moe.checkpoints.names import SpecTree, TensorPlace, tensor_places
 from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.model.adapters import AdaptedMatrix
 from rayserve_moe.model.param_spec import ParamSpec
 
 
 class HeldPair(NamedTuple):
-    """Matrices of an adapter for a parameter, over its layers, padded to the rank of the programs."""
+    """Matrices of an adapter for a parameter, over its layers, padded to the rank of the programs.
+
+    Those of experts are [L, E, R, I] and [L, E, R, O].
+    """
 
     a_LRI: np.ndarray
     b_LRO: np.ndarray
@@ -33,7 +36,7 @@ HeldAdapter = Mapping[tuple[str, str], HeldPair]
 """Pairs of the matrices that an adapter changes, by group and name of the parameter."""
 
 
-def held_adapter(
+def held_adapter(  # noqa: PLR0913 (keyword arguments that vary by call)
     config: AdapterConfig,
     tensors: Mapping[str, np.ndarray],
     *,
@@ -41,50 +44,84 @@ def held_adapter(
     tree: SpecTree,
     rules: Mapping[str, str],
     settings: AdapterSettings,
+    dtype: str,
 ) -> HeldAdapter:
-    """Return the matrices of an adapter in the dtype of the weights; the scale is multiplied into B in float32.
+    """Return the matrices of an adapter in the model's dtype; the scale is multiplied into B in float32.
 
     Raises CheckpointError as `merged_tensors`, for a rank above `max_lora_rank`, and for a tensor of a matrix that
     takes no adapters.
     """
     adapted = {(matrix.group, matrix.name): matrix for matrix in matrices}
     places, held = tensor_places(tree, rules), dict[tuple[str, str], HeldPair]()
-    num_used = Counter[tuple[str, str, int]]()
+    num_used = Counter[tuple[tuple[str, str], tuple[int, ...]]]()
     for name, target, addition in placed_additions(config, tensors, tree=tree, rules=rules):
         for place in places[target.tensor]:
             matrix = adapted.get((place.path[0], place.path[-1]))
             if matrix is None:
-                raise CheckpointError(
-                    f"tensor {name}: {target.tensor} takes no adapter beside the weights, only attention, dense layers "
-                    "and shared experts do: merge the adapter (merge: true, or max_loras: 0)"
-                )
-            key, layer = (matrix.group, matrix.name), place.stack_index[0]
-            pair = held.setdefault(key, _zeros(matrix, settings.compiled_rank))
-            rank = addition.a_NRI.shape[1]
-            if (last := num_used[*key, layer] + rank) > settings.max_rank:
-                raise CheckpointError(f"tensor {name}: rank {last} exceeds max_lora_rank {settings.max_rank}")
-            if _fill(pair.a_LRI[layer, last - rank :], pair.b_LRO[layer, last - rank :], addition, spec=place.spec):
-                num_used[*key, layer] = last
+                raise CheckpointError(f"tensor {name}: {target.tensor} {_unsupported(place.spec)}")
+            columns = _Columns.of(addition, place.spec)
+            if not columns.held.size:
+                continue
+            key, rank = (matrix.group, matrix.name), addition.a_NRI.shape[1]
+            pair = held.setdefault(key, _zeros(matrix, settings.compiled_rank, dtype))
+            for at, number in _pieces(place, addition):
+                if (last := num_used[key, at] + rank) > settings.max_rank:
+                    raise CheckpointError(f"tensor {name}: rank {last} exceeds max_lora_rank {settings.max_rank}")
+                ranks = slice(last - rank, last)
+                _fill(pair.a_LRI[at][ranks], pair.b_LRO[at][ranks], addition, number=number, columns=columns)
+                num_used[key, at] = last
     return held
 
 
-def _zeros(matrix: AdaptedMatrix, rank: int) -> HeldPair:
-    shape, dtype = (len(matrix.spec.layers), rank), jax.numpy.dtype(matrix.spec.dtype)
-    return HeldPair(*(np.zeros((*shape, size), dtype) for size, _ in (matrix.inputs, matrix.outputs)))
+def _unsupported(spec: ParamSpec) -> str:
+    """Return why a parameter takes no adapter, and what to do instead."""
+    if spec.num_experts:
+        return "is of experts, which take no adapter beside the weights: set lora_experts, or merge it (merge: true)"
+    return (
+        "takes no adapter beside the weights, only attention, dense layers and experts do: merge the adapter "
+        "(merge: true, or max_loras: 0)"
+    )
 
 
-def _fill(a_RI: np.ndarray, b_RO: np.ndarray, addition: Addition, *, spec: ParamSpec) -> bool:
-    """Write an addition to a tensor into the columns that a parameter holds; return False if it changes none."""
-    (from_file_RI,), (from_file_OR,) = addition.a_NRI, addition.b_NOR
-    columns = spec.columns_in_file(0, spec.filled_shape[spec.column_dim])
-    rows, is_changed = columns, np.ones(len(columns), bool)
-    if addition.rows is not None:
+def _zeros(matrix: AdaptedMatrix, rank: int, dtype: str) -> HeldPair:
+    experts = (matrix.spec.num_experts,) if matrix.spec.num_experts else ()
+    shape = (len(matrix.spec.layers), *experts, rank)
+    return HeldPair(*(np.zeros((*shape, size), jax.numpy.dtype(dtype)) for size, _ in (matrix.inputs, matrix.outputs)))
+
+
+def _pieces(place: TensorPlace, addition: Addition) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the matrices that an addition changes: index by layer and expert, and number in the addition."""
+    if not place.spec.num_experts or not place.spec.file.has_all_experts:
+        yield place.stack_index, 0
+    elif addition.expert is not None:
+        yield (*place.stack_index, addition.expert), 0
+    else:
+        for expert in range(place.spec.num_experts):
+            yield (*place.stack_index, expert), expert
+
+
+class _Columns(NamedTuple):
+    """Columns of a parameter that an addition changes."""
+
+    held: np.ndarray
+    """Their index in the parameter."""
+    rows: np.ndarray
+    """The output of the addition for each."""
+
+    @classmethod
+    def of(cls, addition: Addition, spec: ParamSpec) -> _Columns:
+        columns = spec.columns_in_file(0, spec.filled_shape[spec.column_dim])
+        if addition.rows is None:
+            return cls(np.arange(len(columns)), columns)
         rows = np.searchsorted(addition.rows, columns).clip(max=len(addition.rows) - 1)
-        is_changed = addition.rows[rows] == columns
-    if not is_changed.any():
-        return False
-    rank, num_inputs = from_file_RI.shape
+        held = np.flatnonzero(addition.rows[rows] == columns)
+        return cls(held, rows[held])
+
+
+def _fill(a_RI: np.ndarray, b_RO: np.ndarray, addition: Addition, *, number: int, columns: _Columns) -> None:
+    """Write a matrix of an addition into the columns that a parameter holds."""
+    from_file_RI = addition.a_NRI[number % len(addition.a_NRI)]
+    from_file_OR = addition.b_NOR[number % len(addition.b_NOR)][columns.rows]
     scaled_OR = cast(from_file_OR, np.dtype(np.float32)) * np.float32(addition.scale)
-    a_RI[:rank, :num_inputs] = cast(from_file_RI, a_RI.dtype)
-    b_RO[:rank, np.flatnonzero(is_changed)] = cast(scaled_OR[rows[is_changed]], b_RO.dtype).T
-    return True
+    a_RI[:, : from_file_RI.shape[1]] = cast(from_file_RI, a_RI.dtype)
+    b_RO[:, columns.held] = cast(scaled_OR, b_RO.dtype).T

@@ -32,6 +32,7 @@ from rayserve_moe.execution.programs.specs import (
     FETCH,
     PROBE,
     PUT_ADAPTER,
+    PUT_LAYER,
     READ_COUNTS,
     SWAP,
     UPDATE,
@@ -46,11 +47,11 @@ from rayserve_moe.execution.served_model import ServedModel, draft_sizes, probed
 from rayserve_moe.execution.step.probe import Gather, Probe
 from rayserve_moe.execution.step.pytrees import DeviceState, StepOutput, StepShape
 from rayserve_moe.execution.step.samples import CompiledSampler
+from rayserve_moe.execution.weights.adapters import AdapterPrograms
 from rayserve_moe.execution.weights.migration import MigrationPrograms
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
 from rayserve_moe.kernels.table import CPU_NATIVE
-from rayserve_moe.model.model_config import AdapterStacks
 from rayserve_moe.observability.progress import report
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -110,8 +111,8 @@ class CompiledPrograms:
     probe: Probe
     """Computes the columns of probed tokens."""
     times: CompileTimes
-    put_adapter: Callable[..., AdapterStacks] | None = None
-    """Puts an adapter among the resident ones; None on a server without."""
+    adapters: AdapterPrograms | None = None
+    """Programs that change the resident adapters; None on a server without."""
 
     @property
     def changes(self) -> tuple[CompiledUpdate, CompiledUpdate]:
@@ -204,8 +205,9 @@ def compile_served(
     drafts = {size: compiled[f"{DRAFT}_{size}"] for size in draft_sizes(served)}
     gathers = {size: compiled[name] for size in probed_sizes(served) if (name := gather_name(size)) in compiled}
     others = (compiled[name] for name in (UPDATE, ADJUST, COPY, READ_COUNTS))
-    put_adapter = compiled.get(PUT_ADAPTER)
-    return CompiledPrograms(steps, samplers, *others, migration, drafts, gathers, compiled[PROBE], times, put_adapter)
+    put = compiled.get(PUT_ADAPTER)
+    adapters = None if put is None else AdapterPrograms(put, compiled.get(PUT_LAYER))
+    return CompiledPrograms(steps, samplers, *others, migration, drafts, gathers, compiled[PROBE], times, adapters)
 
 
 def compile_shape(

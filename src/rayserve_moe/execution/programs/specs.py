@@ -39,7 +39,7 @@ from rayserve_moe.execution.step.probe import MAX_PROBED, gather_tokens, probe_t
 from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepShape
 from rayserve_moe.execution.step.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
 from rayserve_moe.execution.step.samples import HeldInputs
-from rayserve_moe.execution.weights.adapters import put_adapter
+from rayserve_moe.execution.weights.adapters import EXPERTS, layer_shapes, put_adapter, put_layer
 from rayserve_moe.execution.weights.migration import expert_state, fetch, idle_vectors, read_counts, swap
 from rayserve_moe.model.transformer import words_of
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
@@ -47,8 +47,8 @@ from rayserve_moe.requests.fields import MAX_LISTED_IDS
 DRAFT, GATHER, PROBE = "draft", "gather", "probe"
 UPDATE, ADJUST, COPY, READ_COUNTS = "update_rows", "adjust_rows", "copy_pages", "read_counts"
 """Names of programs other than steps."""
-PUT_ADAPTER = "put_adapter"
-"""Name of the program that puts an adapter among the resident ones."""
+PUT_ADAPTER, PUT_LAYER = "put_adapter", "put_adapter_layer"
+"""Names of the programs that change the resident adapters."""
 FETCH, SWAP = "fetch_slots", "swap_layer"
 """Names of the programs of a migration."""
 
@@ -94,6 +94,11 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         given = {"adapter": single_adapter(served), "slot": _integers(served)}
         put = partial(put_adapter, config=config.model)
         programs.append(Program(PUT_ADAPTER, put, (stacks,), given, donated=0))
+    if (rows := layer_shapes(served)) is not None and stacks is not None:
+        given = {"rows": rows, "layer": _integers(served)}
+        programs.append(
+            Program(PUT_LAYER, partial(put_layer, config=config.model), (stacks[EXPERTS],), given, donated=0)
+        )
     if served.staging is None:
         return programs
     held = expert_state(weights, config=config.model), served.staging

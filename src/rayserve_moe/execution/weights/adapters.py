@@ -1,29 +1,40 @@
 """Adapters of this host: all of them in host memory by key, some of them resident on the devices."""
 
-# L layers   S resident adapters   R rank   I inputs   O outputs
+# L layers   S resident adapters   R rank   I inputs   O outputs   E experts   P expert slots
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rayserve_moe.checkpoints.adapters.unmerged import HeldAdapter, held_adapter
 from rayserve_moe.checkpoints.bucket import adapter_in
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.execution.served_model import ServedModel, resident_adapters, single_adapter
+from rayserve_moe.execution.weights.migration import swapped_experts
 from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.execution.weights.staged import refusing
+from rayserve_moe.experts.slot_mapping import PlacementArrays, experts_of_slots
 from rayserve_moe.kernels.adapters import AdapterPair
 from rayserve_moe.model.adapters import adapted_matrices, adapter_partitions
 from rayserve_moe.model.model_config import AdapterStacks, ModelConfig
 from rayserve_moe.model.parameters import parameters_in_files
 
-PutAdapter = Callable[..., AdapterStacks]
-"""`put_adapter` as compiled; it donates the resident adapters."""
+EXPERTS = "experts"
+"""Group of the matrices that move with their experts."""
+
+
+class AdapterPrograms(NamedTuple):
+    """Compiled programs that change the resident adapters, which they donate."""
+
+    put: Callable[..., AdapterStacks]
+    """Compiled `put_adapter`."""
+    put_layer: Callable[..., dict[str, AdapterPair]] | None = None
+    """Compiled `put_layer`; None if no adapters move."""
 
 
 def put_adapter(
@@ -33,7 +44,7 @@ def put_adapter(
 
     def on_device(stacks: AdapterStacks, adapter: AdapterStacks, slot: jax.Array) -> AdapterStacks:
         def put(stack: jax.Array, own: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_index_in_dim(stack, own, slot, axis=1)
+            return jax.lax.dynamic_update_index_in_dim(stack, own, slot, axis=own.ndim - 2)
 
         return jax.tree.map(put, stacks, adapter)
 
@@ -47,10 +58,57 @@ def put_adapter(
     )(stacks, adapter, slot)
 
 
+def put_layer(
+    experts: dict[str, AdapterPair], *, rows: dict[str, AdapterPair], layer: jax.Array, config: ModelConfig
+) -> dict[str, AdapterPair]:
+    """Return the resident adapters of experts with `rows` [P, S, R, ...] in a layer, on every device of the mesh."""
+
+    def on_device(
+        experts: dict[str, AdapterPair], rows: dict[str, AdapterPair], layer: jax.Array
+    ) -> dict[str, AdapterPair]:
+        def put(stack: jax.Array, own: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(stack, own, layer, axis=0)
+
+        return jax.tree.map(put, experts, rows)
+
+    parts = adapter_partitions(config)[EXPERTS]
+    of_layer = jax.tree.map(_without_layers, parts, is_leaf=_is_partition)
+    return jax.shard_map(
+        on_device,
+        mesh=config.plan.mesh,
+        in_specs=(parts, of_layer, PartitionSpec()),
+        out_specs=parts,
+        check_vma=False,
+    )(experts, rows, layer)
+
+
+def layer_shapes(served: ServedModel) -> dict[str, AdapterPair] | None:
+    """Return the shapes of a layer's resident adapters of experts; None if no adapters move."""
+    stacks = (resident_adapters(served) or {}).get(EXPERTS)
+    return None if stacks is None or not served.moves_experts else _of_a_layer(stacks, served.config)
+
+
+def _of_a_layer(stacks: dict[str, AdapterPair], config: ModelConfig) -> dict[str, AdapterPair]:
+    def of(shape: Any) -> Any:
+        sharding = NamedSharding(config.plan.mesh, _without_layers(shape.sharding.spec))
+        return jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype, sharding=sharding)
+
+    return jax.tree.map(of, stacks)
+
+
+def _without_layers(partition: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*tuple(partition)[1:])
+
+
+def _is_partition(each: Any) -> bool:
+    return isinstance(each, PartitionSpec)
+
+
 class HostAdapters:
     """Adapters of a served model in host memory by key, and the resident stacks.
 
-    `add` and `remove` may be called beside the steps.
+    `add` and `remove` may be called beside the steps. Matrices of experts lie in the slots of their experts: after a
+    swap of experts (`follow`) the layer is written again from host memory.
     """
 
     def __init__(
@@ -61,16 +119,22 @@ class HostAdapters:
     ) -> None:
         config, self._rules, self._settings = served.config, rules, served.settings.adapters
         self._single, self._shapes = single_adapter(served), resident_adapters(served)
+        self._layer, self._dtype = layer_shapes(served), served.dtype
         tree = parameter_tree(config, dtype=served.dtype)
         self._tree = parameters_in_files(tree, rules, spec=config.spec)
-        self._matrices = list(adapted_matrices(tree, config.spec))
+        self._matrices = list(adapted_matrices(tree, config.spec, experts=config.adapts_experts))
         self._held: dict[str, HeldAdapter] = {}
+        self._resident: dict[int, str] = {}
+        """Key of the adapter in each slot."""
+        self._expert_of_slot = served.placement.expert_of_slot
         self.stacks: AdapterStacks = {}
         """On the devices; empty until `allocate`."""
 
-    def allocate(self) -> None:
-        """Allocate the resident stacks, all zero."""
+    def allocate(self, maps: PlacementArrays | None) -> None:
+        """Allocate the resident stacks, all zero, for experts placed by `maps`."""
         self.stacks = jax.tree.map(lambda shape: _on_devices(np.zeros(shape.shape, shape.dtype), shape), self._shapes)
+        self._resident.clear()
+        self._place(maps)
 
     def add(self, key: str, body: np.ndarray) -> None:
         """Hold an adapter by its key, `SentAdapter.body`.
@@ -82,35 +146,102 @@ class HostAdapters:
             if config is None:
                 raise CheckpointError("the bucket holds no adapter")
             self._held[key] = held_adapter(
-                config, tensors, matrices=self._matrices, tree=self._tree, rules=self._rules, settings=self._settings
+                config,
+                tensors,
+                matrices=self._matrices,
+                tree=self._tree,
+                rules=self._rules,
+                settings=self._settings,
+                dtype=self._dtype,
             )
 
     def remove(self, key: str) -> None:
         """Drop an adapter from host memory."""
         self._held.pop(key, None)
 
-    def put(self, loads: Iterable[tuple[int, str]], *, program: PutAdapter | None) -> None:
+    def put(self, loads: Iterable[tuple[int, str]], *, programs: AdapterPrograms | None) -> None:
         """Make adapters resident: pairs of a slot and a key."""
-        assert program is not None, "the server has programs for adapters"
+        assert programs is not None, "the server has programs for adapters"
         for slot, key in loads:
-            self.stacks = program(self.stacks, adapter=self._on_devices(self._held[key]), slot=np.int32(slot))
+            self._resident[slot] = key
+            self.stacks = programs.put(self.stacks, adapter=self._on_devices(self._held[key]), slot=np.int32(slot))
 
-    def put_nothing(self, *, program: PutAdapter | None) -> None:
-        """Run the program of `put` once with an adapter that changes nothing."""
-        assert program is not None, "the server has programs for adapters"
-        self.stacks = program(self.stacks, adapter=self._on_devices({}), slot=np.int32(0))
+    def put_nothing(self, *, programs: AdapterPrograms | None) -> None:
+        """Run every program once with adapters that change nothing."""
+        assert programs is not None, "the server has programs for adapters"
+        self.stacks = programs.put(self.stacks, adapter=self._on_devices({}), slot=np.int32(0))
+        if self._layer is not None:
+            self._put_layer(0, programs)
+
+    def follow(self, swap: np.ndarray, *, programs: AdapterPrograms | None) -> None:
+        """Move the adapters of a layer's experts after a swap, given its vector."""
+        if self._layer is None or programs is None:
+            return
+        layer, experts = swapped_experts(swap, num_slots=self._expert_of_slot.shape[1])
+        if layer < 0:
+            return
+        self._expert_of_slot = self._expert_of_slot.copy()
+        self._expert_of_slot[layer] = experts
+        self._put_layer(layer, programs)
+
+    def replace_weights(self, maps: PlacementArrays | None, *, programs: AdapterPrograms | None) -> None:
+        """Put the resident adapters again if other weights have other `maps`."""
+        before = self._expert_of_slot
+        self._place(maps)
+        if EXPERTS in self.stacks and not np.array_equal(before, self._expert_of_slot):
+            held = [(slot, key) for slot, key in self._resident.items() if key in self._held]
+            self.put(held, programs=programs)
+
+    def _place(self, maps: PlacementArrays | None) -> None:
+        if maps is not None:
+            self._expert_of_slot = experts_of_slots(np.asarray(maps.bounds_LP), np.asarray(maps.slots_LP))
+
+    def _put_layer(self, layer: int, programs: AdapterPrograms) -> None:
+        """Write a layer of the resident adapters of experts from host memory."""
+        assert self._layer is not None and programs.put_layer is not None, "the adapters of experts move"
+
+        def of(name: str, part: int, shape: Any) -> jax.Array:
+            def rows(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None, "the stacks have dimensions"
+                experts = self._expert_of_slot[layer, index[0]]
+                own = np.zeros((len(experts), *shape.shape[1:]), shape.dtype)
+                for slot, key in self._resident.items():
+                    if (pair := self._held.get(key, {}).get((EXPERTS, name))) is not None:
+                        own[:, slot] = pair[part][layer][experts]
+                return own[:, *index[1:]]
+
+            return jax.make_array_from_callback(shape.shape, shape.sharding, rows)
+
+        rows = {
+            name: AdapterPair(*(of(name, part, shape) for part, shape in enumerate(pair)))
+            for name, pair in self._layer.items()
+        }
+        moved = programs.put_layer(self.stacks[EXPERTS], rows=rows, layer=np.int32(layer))
+        self.stacks = {**self.stacks, EXPERTS: moved}
 
     def _on_devices(self, held: HeldAdapter) -> AdapterStacks:
         """Return an adapter as arrays on the devices."""
 
         def of(group: str, name: str, pair: AdapterPair) -> AdapterPair:
-            arrays = held.get((group, name)) or tuple(np.zeros(shape.shape, shape.dtype) for shape in pair)
-            return AdapterPair(*(_on_devices(array, shape) for array, shape in zip(arrays, pair, strict=True)))
+            if (arrays := held.get((group, name))) is None:
+                return AdapterPair(*(_on_devices(np.zeros(shape.shape, shape.dtype), shape) for shape in pair))
+            put = self._on_slots if group == EXPERTS else _on_devices
+            return AdapterPair(*(put(array, shape) for array, shape in zip(arrays, pair, strict=True)))
 
         return {
             group: {name: of(group, name, pair) for name, pair in pairs.items()}
             for group, pairs in self._single.items()
         }
+
+    def _on_slots(self, array_LE: np.ndarray, shape: Any) -> jax.Array:
+        """Return an array [L, E, ...] of experts as one of their slots [L, P, ...], with the sharding of `shape`."""
+
+        def rows(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "the stacks have dimensions"
+            layers, experts = np.arange(len(array_LE))[index[0]], self._expert_of_slot[index[:2]]
+            return array_LE[layers[:, None], experts][:, :, *index[2:]]
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, rows)
 
 
 def _on_devices(array: np.ndarray, shape: Any) -> jax.Array:

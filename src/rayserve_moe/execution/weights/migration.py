@@ -18,7 +18,7 @@ from rayserve_moe.balancing.migration import FailedFetch, LayerSwap, MigrationPi
 from rayserve_moe.execution.step.pytrees import ExpertState, ModelWeights
 from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.experts.migration import SlotArrays, SwappedLayer, fetch_slots, swap_layer
-from rayserve_moe.experts.slot_mapping import PlacementArrays, placement_arrays
+from rayserve_moe.experts.slot_mapping import PlacementArrays, experts_of_slots, placement_arrays
 from rayserve_moe.model.layers.moe import slot_specs
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.param_spec import ParamSpec
@@ -171,6 +171,12 @@ def swap_vector(swap: LayerSwap) -> np.ndarray:
     maps = placement_arrays(swap.placement)
     rows = (np.asarray(array).reshape(-1) for array in (maps.bounds_LP, maps.slots_LP, maps.slot_for_LER))
     return np.concatenate([[swap.layer], swap.is_moved, *rows]).astype(np.int32)
+
+
+def swapped_experts(vector: np.ndarray, *, num_slots: int) -> tuple[int, np.ndarray]:
+    """Return the layer of a `swap_vector`, and the expert of each of its slots, int32 [P]."""
+    _, bounds, slots = vector[1 : 1 + 3 * num_slots].reshape(3, num_slots)
+    return int(vector[0]), experts_of_slots(bounds, slots)
 
 
 def _swapped(vector: jax.Array, maps: PlacementArrays) -> SwappedLayer:

@@ -10,14 +10,16 @@
 
 namespace native {
 
-// The resident adapters of one matrix of a layer.
+// The resident adapters of one matrix of a layer, or of a matrix of each expert.
 struct Adapters {
-  const bf16* a = nullptr;          // [slots, rank, inputs]; null: adapters never change the matrix
-  const bf16* b = nullptr;          // [slots, rank, outputs]
+  const bf16* a = nullptr;          // [experts, slots, rank, inputs]; null: adapters never change the matrix
+  const bf16* b = nullptr;          // [experts, slots, rank, outputs]
   const int32_t* slots = nullptr;   // of each token; -1: it has no adapter
-  int64_t rank = 0, inputs = 0, outputs = 0;
+  int64_t num_slots = 0, rank = 0, inputs = 0, outputs = 0;
 
   bool change(int64_t token) const { return a && slots[token] >= 0; }
+  // Where a token's adapter of an expert lies, in slots.
+  int64_t place(int64_t token, int64_t expert) const { return expert * num_slots + slots[token]; }
 };
 
 // Where an adapter reads its inputs: `a` and `b` change places where a matrix is read from its outputs to its inputs.
@@ -63,9 +65,10 @@ inline void add_ranks(Pair& sums, const bf16* rows, int64_t width, int64_t rank,
 // A x of all tokens for one matrix, and the sums s B (A x) for the panels of its product.
 class AdaptedRows {
  public:
-  // `token_of(row)` is the token that a row of `rows` belongs to.
-  template <class TokenOf>
-  void find(const Adapters& adapters, const bf16* rows, int64_t stride, int64_t num_rows, TokenOf&& token_of) {
+  // `token_of(row)` is the token that a row of `rows` belongs to, and `expert_of(row)` the expert that multiplies it.
+  template <class TokenOf, class ExpertOf>
+  void find(const Adapters& adapters, const bf16* rows, int64_t stride, int64_t num_rows, TokenOf&& token_of,
+            ExpertOf&& expert_of) {
     adapters_ = &adapters;
     if (!adapters.a) return;
     float* const ranks = ranks_.sized(num_rows * adapters.rank);
@@ -73,19 +76,20 @@ class AdaptedRows {
       for (int64_t r = begin; r < end; ++r) {
         const int64_t token = token_of(r);
         if (adapters.change(token))
-          reduce_row(ranks_of(adapters), adapters.rank, adapters.slots[token], rows + r * stride, ranks + r * adapters.rank);
+          reduce_row(ranks_of(adapters), adapters.rank, adapters.place(token, expert_of(r)), rows + r * stride,
+                     ranks + r * adapters.rank);
       }
     });
   }
   void find(const Adapters& adapters, const bf16* rows, int64_t stride, int64_t num_rows) {
-    find(adapters, rows, stride, num_rows, [](int64_t row) { return row; });
+    find(adapters, rows, stride, num_rows, [](int64_t row) { return row; }, [](int64_t) { return 0; });
   }
 
-  void add(Pair& sums, int64_t row, int64_t token, int64_t column) const {
+  void add(Pair& sums, int64_t row, int64_t token, int64_t column, int64_t expert = 0) const {
     const Adapters& of = *adapters_;
     if (!of.change(token)) return;
-    add_ranks(sums, of.b + of.slots[token] * of.rank * of.outputs, of.outputs, of.rank, ranks_.data() + row * of.rank,
-              column);
+    add_ranks(sums, of.b + of.place(token, expert) * of.rank * of.outputs, of.outputs, of.rank,
+              ranks_.data() + row * of.rank, column);
   }
   void add(Pair& sums, int64_t row, int64_t column) const { add(sums, row, row, column); }
 

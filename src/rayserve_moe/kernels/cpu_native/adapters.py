@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.adapters import LayerAdapters
+from rayserve_moe.kernels.adapters import AdapterPair, ExpertAdapters, LayerAdapters, RowAdapters
 
 
 def adapter_arguments(adapters: LayerAdapters | None, names: Sequence[str]) -> list[jax.Array]:
@@ -17,6 +17,22 @@ def adapter_arguments(adapters: LayerAdapters | None, names: Sequence[str]) -> l
     """
     if adapters is None:
         return []
+    return [adapters.tokens.slot_T, *(array for name in names for array in _pair(adapters, name))]
+
+
+def expert_arguments(adapters: RowAdapters | None) -> list[jax.Array]:
+    """Return `adapter_arguments` of experts."""
+    return [] if adapters is None else [adapters.slot_T, *(array for pair in adapters.experts for array in pair)]
+
+
+def row_adapters(adapters: LayerAdapters | None, names: Sequence[str]) -> RowAdapters | None:
+    """Return the adapters of a gated MLP as those of a single expert per layer."""
+    if adapters is None:
+        return None
+    return RowAdapters(ExpertAdapters(*(_pair(adapters, name) for name in names)), adapters.tokens.slot_T)
+
+
+def _pair(adapters: LayerAdapters, name: str) -> AdapterPair:
+    """Return the pair of a parameter; empty if adapters never change it."""
     nothing = jnp.zeros(0, jnp.bfloat16)
-    pairs = (adapters.pairs.get(name, (nothing, nothing)) for name in names)
-    return [adapters.tokens.slot_T, *(array for pair in pairs for array in pair)]
+    return adapters.pairs.get(name, AdapterPair(nothing, nothing))

@@ -68,9 +68,11 @@ const native::bf16* of_layer(Bf16& stacked, int64_t layer) {
 
 // Trailing arguments of a call with adapters: the slot of each token, then for each matrix A and B,
 // [layers, slots, rank, inputs] and [layers, slots, rank, outputs], empty for a matrix that adapters never change.
+// Those of experts have an expert in the place of a layer; the call reads `num_layers` from `layer` on.
 class AdapterArguments {
  public:
-  AdapterArguments(const ffi::RemainingArgs& given, int64_t layer, int64_t num_tokens) : given_(given), layer_(layer) {
+  AdapterArguments(const ffi::RemainingArgs& given, int64_t layer, int64_t num_tokens, int64_t num_layers = 1)
+      : given_(given), layer_(layer), end_(layer + num_layers) {
     if (given.empty()) return;
     auto slots = given.get<S32>(0);
     is_wrong_ = !slots.has_value() || !is(*slots, {num_tokens});
@@ -89,9 +91,9 @@ class AdapterArguments {
     if (a->element_count() == 0) return;
     if (!have_dims(4, *a, *b)) return void(is_wrong_ = true);
     const int64_t layers = size_of(*a, 0), slots = size_of(*a, 1), rank = size_of(*a, 2);
-    is_wrong_ = !is(*a, {layers, slots, rank, inputs}) || !is(*b, {layers, slots, rank, outputs}) || layer_ >= layers ||
+    is_wrong_ = !is(*a, {layers, slots, rank, inputs}) || !is(*b, {layers, slots, rank, outputs}) || end_ > layers ||
                 largest_ >= slots;
-    if (!is_wrong_) adapters = {of_layer(*a, layer_), of_layer(*b, layer_), slots_, rank, inputs, outputs};
+    if (!is_wrong_) adapters = {of_layer(*a, layer_), of_layer(*b, layer_), slots_, slots, rank, inputs, outputs};
   }
 
   // Returns true if an argument was missing, did not fit, or was left over.
@@ -99,7 +101,7 @@ class AdapterArguments {
 
  private:
   const ffi::RemainingArgs& given_;
-  int64_t layer_, largest_ = -1;
+  int64_t layer_, end_, largest_ = -1;
   const int32_t* slots_ = nullptr;
   size_t next_ = 0;
   bool is_wrong_ = false;

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_layer import AttentionInputs
-from rayserve_moe.kernels.cpu_native.adapters import adapter_arguments
+from rayserve_moe.kernels.cpu_native.adapters import adapter_arguments, expert_arguments, row_adapters
 from rayserve_moe.kernels.cpu_native.layout import PANEL
 from rayserve_moe.kernels.latent_attention import LatentConfig
 from rayserve_moe.kernels.reference.activations import SILU, Activation
@@ -173,13 +173,11 @@ def expert_sums(
     slots_TK: jax.Array,
     gates_TK: jax.Array,
     experts: LayerExperts,
-    *,
-    adapters: Sequence[jax.Array] = (),
 ) -> jax.Array:
     """Compute `expert_products.sum_results`, a token's results added in the order of its slots: float32 [T, D].
 
     Weights, of bfloat16 or 8 bits, are packed; biases and scales are not. Inner rows and the result of each assignment
-    are rounded to bfloat16. `adapters` are the `adapter_arguments` of a single expert.
+    are rounded to bfloat16.
     """
     weights, config = experts.weights, experts.config
     (num_tokens, width), (num_all_slots, _, inner) = hidden_TD.shape, weights.up_XDF.shape
@@ -202,7 +200,7 @@ def expert_sums(
         *arrays,
         *scales,
         first,
-        *adapters,
+        *expert_arguments(experts.adapters),
         num_slots=np.int64(config.num_slots),
         activation=config.activation.name,
         slope=np.float32(config.activation.slope),
@@ -226,6 +224,8 @@ def expert_results(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExpe
     rows_PD = jnp.repeat(hidden_TD.reshape(num_tokens, -1), top_k, axis=0)
     slots_P1 = slots_TK.reshape(-1, 1)
     ones_P1 = jnp.ones(slots_P1.shape, jnp.float32)
+    if experts.adapters is not None:
+        experts = experts.with_rows(jnp.repeat(experts.adapters.slot_T, top_k))
     results_PD = expert_sums(rows_PD, slots_P1, ones_P1, experts)
     return results_PD.astype(hidden_TD.dtype).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
@@ -243,8 +243,8 @@ def gated_mlp(
     slots_T1 = jnp.zeros((len(hidden_TD), 1), jnp.int32)
     ones_T1 = jnp.ones(slots_T1.shape, jnp.float32)
     config = ProductConfig(num_slots=1, mean_rows=len(hidden_TD), activation=activation)
-    experts = LayerExperts(ExpertWeights(*weights), layer, config)
-    return expert_sums(hidden_TD, slots_T1, ones_T1, experts, adapters=adapter_arguments(adapters, names))
+    experts = LayerExperts(ExpertWeights(*weights), layer, config, row_adapters(adapters, names))
+    return expert_sums(hidden_TD, slots_T1, ones_T1, experts)
 
 
 def attend_layer(

@@ -64,7 +64,7 @@ struct ExpertArrays {
   const float *gate_scale, *up_scale, *down_scale;  // [slots, blocks, F], ..., of numbers of 8 bits; null: none
   float* out;            // [T, D]
   int64_t up_blocks = 1, down_blocks = 1;  // scales of a column: one, or more than its blocks of rows
-  Adapters gate_adapters, up_adapters, down_adapters;  // of a single expert
+  Adapters gate_adapters, up_adapters, down_adapters;  // of experts from this layer's first slot on
 };
 
 // Scales of a matrix of `blocks` per column: one is for sums, several are for the weights.
@@ -171,9 +171,10 @@ inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& sha
   thread_local AdaptedRows gate_here, up_here;
   AdaptedRows &gate_adapted = gate_here, &up_adapted = up_here;
   const auto token_of = [&](int64_t r) { return grouped.picks[r] / shapes.top_k; };
+  const auto expert_of = [&](int64_t r) { return arrays.slots[grouped.picks[r]]; };
   const bool is_adapted = arrays.gate_adapters.a || arrays.up_adapters.a;
-  gate_adapted.find(arrays.gate_adapters, rows.first, rows.stride, grouped.picks.size(), token_of);
-  up_adapted.find(arrays.up_adapters, rows.first, rows.stride, grouped.picks.size(), token_of);
+  gate_adapted.find(arrays.gate_adapters, rows.first, rows.stride, grouped.picks.size(), token_of, expert_of);
+  up_adapted.find(arrays.up_adapters, rows.first, rows.stride, grouped.picks.size(), token_of, expert_of);
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, column = item % num_panels * kPanel, begin = grouped.begins[group];
     const int64_t slot = grouped.slots[group], of_column = slot * shapes.inner + column;
@@ -193,8 +194,8 @@ inline void multiply_gate_and_up(const Grouped& grouped, const ExpertShapes& sha
                       bf16* target = inner + (begin + r) * shapes.inner + column;
                       Pair up = of_up(sums[kUp]), gate = HasGate ? of_gate(sums[0]) : up;
                       if (is_adapted) {
-                        if constexpr (HasGate) gate_adapted.add(gate, begin + r, token_of(begin + r), column);
-                        up_adapted.add(up, begin + r, token_of(begin + r), column);
+                        if constexpr (HasGate) gate_adapted.add(gate, begin + r, token_of(begin + r), column, slot);
+                        up_adapted.add(up, begin + r, token_of(begin + r), column, slot);
                       }
                       store(target, activate(shapes.activation, gate.low, up.low));
                       store(target + 16, activate(shapes.activation, gate.high, up.high));
@@ -211,7 +212,8 @@ inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, co
   AdaptedRows& adapted = adapted_here;
   const auto token_of = [&](int64_t r) { return grouped.picks[r] / shapes.top_k; };
   const bool is_adapted = arrays.down_adapters.a;
-  adapted.find(arrays.down_adapters, inner, shapes.inner, grouped.picks.size(), token_of);
+  const auto expert_of = [&](int64_t r) { return arrays.slots[grouped.picks[r]]; };
+  adapted.find(arrays.down_adapters, inner, shapes.inner, grouped.picks.size(), token_of, expert_of);
   for_each(grouped.slots.size() * num_panels, [&](int64_t item) {
     const int64_t group = item / num_panels, panel = item % num_panels, begin = grouped.begins[group];
     const int64_t of_slot = grouped.slots[group] * width, column = panel * kPanel;
@@ -222,7 +224,7 @@ inline void multiply_down(const Grouped& grouped, const ExpertShapes& shapes, co
     multiply_panels(inner + begin * shapes.inner, shapes.inner, grouped.begins[group + 1] - begin, shapes.inner, panels,
                     scales, [&](int64_t r, const Pair(&result)[1]) {
                       Pair down = of_down(result[0]);
-                      if (is_adapted) adapted.add(down, begin + r, token_of(begin + r), column);
+                      if (is_adapted) adapted.add(down, begin + r, token_of(begin + r), column, grouped.slots[group]);
                       store_columns(results + grouped.picks[begin + r] * width, down, column, width);
                     });
   });

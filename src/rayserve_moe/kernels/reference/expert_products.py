@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rayserve_moe.kernels.adapters import AdapterPair, RowAdapters, expert_product, grouped_products
 from rayserve_moe.kernels.narrow_weights import NARROW, dequantized, in_blocks
 from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
 from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
@@ -72,6 +72,14 @@ class LayerExperts:
     weights: ExpertWeights
     first_slot: jax.Array | int
     config: ProductConfig = field(metadata={"static": True})
+    adapters: RowAdapters | None = None
+    """Adapters of the rows of a call; None: no row has one."""
+
+    def with_rows(self, adapter_T: jax.Array | None) -> LayerExperts:
+        """Return the experts for other rows, given their adapters."""
+        if self.adapters is None or adapter_T is None:
+            return self
+        return replace(self, adapters=self.adapters._replace(slot_T=adapter_T))
 
 
 def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
@@ -96,8 +104,10 @@ def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: Layer
         slot = jnp.searchsorted(last_block_S, i, side="right").astype(jnp.int32)
         assignments = first_assignment_S[slot] + (i - first_block_S[slot]) * block + jnp.arange(block)
         tokens = order_P.at[assignments].get(mode="clip") // top_k
-        rows_BD = hidden_TD[tokens].reshape(block, -1)
-        return _expert(rows_BD, weights, experts.first_slot + slot, config.activation)
+        rows_BD, adapters = hidden_TD[tokens].reshape(block, -1), experts.adapters
+        if adapters is not None:
+            adapters = adapters._replace(slot_T=adapters.slot_T[tokens])
+        return _expert(rows_BD, weights, experts.first_slot + slot, config.activation, adapters=adapters)
 
     def visit(i: jax.Array, results_YD: jax.Array) -> jax.Array:
         rows_BD = jax.lax.cond(i < num_blocks, multiply, lambda _: jnp.zeros_like(results_YD[:block]), i)
@@ -117,7 +127,8 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
     Group sizes are zero but for this layer's slots. Returns [T, K, D] as `multiply_in_blocks` does.
     """
     experts = widened(experts, hidden_TD.dtype)
-    weights, first_slot, (num_tokens, top_k) = experts.weights, experts.first_slot, slots_TK.shape
+    weights, first_slot, adapters = experts.weights, experts.first_slot, experts.adapters
+    num_tokens, top_k = slots_TK.shape
     num_slots, num_rows = experts.config.num_slots, product_rows(slots_TK.size)
     slots_P, counts_S = _count_assignments(slots_TK, num_slots)
     token_P, place_P = order_by_slot(slots_TK, num_slots)
@@ -128,14 +139,26 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
 
     slot_of_row = first_slot + jnp.pad(jnp.sort(slots_P), (0, num_rows - slots_P.size))
 
-    def multiply(rows: jax.Array, product: _Product) -> jax.Array:
+    def multiply(rows: jax.Array, *products: _Product) -> list[jax.Array]:
+        made = [multiply_base(rows, product) for product in products]
+        if adapters is None:
+            return made
+        pairs = [of_layer(product.adapters) for product in products if product.adapters is not None]
+        added = grouped_products(rows, pairs, counts_S, slot_T=adapters.slot_T[token_of_row])
+        return [out + more for out, more in zip(made, added, strict=True)]
+
+    def multiply_base(rows: jax.Array, product: _Product) -> jax.Array:
         out = jax.lax.ragged_dot(rows, product.matrices, sizes_X, preferred_element_type=jnp.float32)
         if product.scales is not None:
             out = out * take_scales(product.scales, slot_of_row)
         return out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
 
-    inner = _inner(weights, partial(multiply, sorted_PD), experts.config.activation).astype(hidden_TD.dtype)
-    down = multiply(inner, _down(weights))
+    def of_layer(pair: AdapterPair) -> AdapterPair:
+        return AdapterPair(*(jax.lax.dynamic_slice_in_dim(stack, first_slot, num_slots) for stack in pair))
+
+    before, of_down = _products(weights, adapters)
+    inner = _activated(multiply(sorted_PD, *before), experts.config.activation).astype(hidden_TD.dtype)
+    (down,) = multiply(inner, of_down)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return take(rows_P, place_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
@@ -174,14 +197,22 @@ def widened(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
     first, size = experts.first_slot, experts.config.num_slots
     if experts.weights.up_XDF.dtype not in NARROW:
         return experts
-    own = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, size), experts.weights)
+
+    def of_layer(arrays: Any) -> Any:
+        return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, size), arrays)
+
+    own, adapters = of_layer(experts.weights), experts.adapters
+    if adapters is not None:
+        adapters = adapters._replace(experts=of_layer(adapters.experts))
     scales = own[6:]
     if in_blocks(own.up_scale_XZF):
         pairs = zip(own[:3], scales, strict=True)
         matrices = (None if matrix is None else dequantized(matrix, scale, dtype) for matrix, scale in pairs)
-        return LayerExperts(ExpertWeights._make([*matrices, *own[3:6], None, None, None]), 0, experts.config)
-    matrices = (None if matrix is None else matrix.astype(dtype) for matrix in own[:3])
-    return LayerExperts(ExpertWeights._make([*matrices, *own[3:]]), 0, experts.config)
+        weights = ExpertWeights._make([*matrices, *own[3:6], None, None, None])
+    else:
+        matrices = (None if matrix is None else matrix.astype(dtype) for matrix in own[:3])
+        weights = ExpertWeights._make([*matrices, *own[3:]])
+    return LayerExperts(weights, 0, experts.config, adapters)
 
 
 def product_rows(num_rows: int) -> int:
@@ -199,37 +230,51 @@ def _count_assignments(slots_TK: jax.Array, num_slots: int) -> tuple[jax.Array, 
     return slots_P, jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
 
 
-def _expert(rows_BD: jax.Array, weights: ExpertWeights, index: jax.Array, activation: Activation) -> jax.Array:
+def _expert(
+    rows_BD: jax.Array,
+    weights: ExpertWeights,
+    index: jax.Array,
+    activation: Activation,
+    *,
+    adapters: RowAdapters | None,
+) -> jax.Array:
     def multiply(rows: jax.Array, product: _Product) -> jax.Array:
         matrix, scales = product.matrices[index], None if product.scales is None else product.scales[index]
         if scales is not None and in_blocks(scales):
             matrix, scales = dequantized(matrix, scales, rows.dtype), None
         out = jnp.matmul(rows, matrix.astype(rows.dtype), preferred_element_type=jnp.float32)
         out = out if scales is None else out * scales
-        return out if product.bias is None else out + product.bias[index]
+        out = out if product.bias is None else out + product.bias[index]
+        if product.adapters is None or adapters is None:
+            return out
+        return out + expert_product(rows, product.adapters, index, slot_T=adapters.slot_T)
 
-    inner = _inner(weights, partial(multiply, rows_BD), activation).astype(rows_BD.dtype)
-    return multiply(inner, _down(weights)).astype(rows_BD.dtype)
+    before, down = _products(weights, adapters)
+    inner = _activated([multiply(rows_BD, product) for product in before], activation)
+    return multiply(inner.astype(rows_BD.dtype), down).astype(rows_BD.dtype)
 
 
 class _Product(NamedTuple):
-    """A product with matrices of all slots: rows * matrix * scales + bias."""
+    """A product with matrices of all slots: rows * matrix * scales + bias, and adapters of rows."""
 
     matrices: jax.Array
     scales: jax.Array | None
     bias: jax.Array | None
+    adapters: AdapterPair | None
 
 
-def _inner(weights: ExpertWeights, multiply: Callable[[_Product], jax.Array], activation: Activation) -> jax.Array:
-    """Return the operand of down."""
-    gate = None
+def _products(weights: ExpertWeights, adapters: RowAdapters | None) -> tuple[list[_Product], _Product]:
+    """Return the products before the activation, gate (if any) and up, and that of down."""
+    gate, up, down = (None, None, None) if adapters is None else adapters.experts
+    before = [_Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF, up)]
     if weights.gate_XDF is not None:
-        gate = multiply(_Product(weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF))
-    return activate(gate, multiply(_Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF)), activation)
+        before.insert(0, _Product(weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF, gate))
+    return before, _Product(weights.down_XFD, weights.down_scale_XZD, weights.down_bias_XD, down)
 
 
-def _down(weights: ExpertWeights) -> _Product:
-    return _Product(weights.down_XFD, weights.down_scale_XZD, weights.down_bias_XD)
+def _activated(made: list[jax.Array], activation: Activation) -> jax.Array:
+    """Return the operand of down from the results of `_products`."""
+    return activate(made[0] if len(made) == 2 else None, made[-1], activation)
 
 
 def _block_rows(mean: float) -> int:

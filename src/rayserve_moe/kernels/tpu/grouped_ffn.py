@@ -64,6 +64,8 @@ def unsupported_reason(
     weights = experts.weights
     if weights.gate_bias_XF is not None:
         return "experts have biases"
+    if experts.adapters is not None:
+        return "rows have adapters"
     _, width, inner = weights.up_XDF.shape
     block = inner_block(width, inner, weights.up_XDF.dtype.itemsize)
     if not block:

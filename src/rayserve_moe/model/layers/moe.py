@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from rayserve_moe.experts.layer import LayerRouting, apply_experts
 from rayserve_moe.experts.routing import ForcedExperts, router_of_layer
-from rayserve_moe.kernels.adapters import LayerAdapters
+from rayserve_moe.kernels.adapters import AdapterPair, ExpertAdapters, LayerAdapters, RowAdapters
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, scale_rows
 from rayserve_moe.kernels.reference.activations import Activation
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
@@ -26,8 +26,10 @@ from rayserve_moe.model.model_config import ModelConfig, Parameters, StepInputs,
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec, norm_spec
 from rayserve_moe.model.spec import LayerSpec, ModelSpec
 
+EXPERT_MATRICES = ("gate_MPDF", "up_MPDF", "down_MPFD")
+"""Names of the matrices of experts."""
 EXPERT_ARRAYS = (
-    *("gate_MPDF", "up_MPDF", "down_MPFD"),
+    *EXPERT_MATRICES,
     *("gate_bias_MPF", "up_bias_MPF", "down_bias_MPD"),
     *("gate_scale_MPZF", "up_scale_MPZF", "down_scale_MPZD"),
 )
@@ -246,6 +248,7 @@ def apply(
         forced=_forced_of_layer(inputs, layer),
         capacity=inputs.capacity,
         audits=inputs.sketch_DP is not None,
+        adapters=_expert_adapters(inputs, layer),
     )
     if latents:
         with jax.named_scope("latent_out"):
@@ -298,9 +301,17 @@ def _stacked_router(experts: dict[str, jax.Array], layer: jax.Array) -> StackedR
     return StackedRouter(experts["router_MDE"], experts.get("router_bias_ME"), experts.get("selection_bias_ME"), layer)
 
 
+def _expert_adapters(inputs: StepInputs, layer: jax.Array) -> RowAdapters | None:
+    of_layer = adapters_of(inputs, "experts", layer)
+    if of_layer is None:
+        return None
+    pairs = (AdapterPair(*map(_flatten, of_layer.pairs[name])) for name in EXPERT_MATRICES)
+    return RowAdapters(ExpertAdapters(*pairs), of_layer.tokens.slot_T)
+
+
 def _flatten(weights: jax.Array) -> jax.Array:
     """View [layers, slots, ...] as [layers * slots, ...]."""
     return weights.reshape(-1, *weights.shape[2:])
 
 
-FFN = Ffn(parameters, apply, divided_sizes, {"shared": SHARED_MATRICES})
+FFN = Ffn(parameters, apply, divided_sizes, {"shared": SHARED_MATRICES, "experts": EXPERT_MATRICES})
