@@ -7,7 +7,7 @@ import pytest
 from tests.pipelines import test_invariant_products as invariance
 from tests.pipelines.families.conftest import families
 
-pytestmark = [pytest.mark.slow, families(variants=3)]
+pytestmark = [pytest.mark.slow, families()]
 
 invariant, expected = invariance.invariant, invariance.expected
 test_a_step_does_not_show = invariance.test_a_step_does_not_show_in_any_bit
