@@ -10,7 +10,7 @@ from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable,
 from rayserve_moe.execution.native_library import loaded_level, register_native_kernels, requested_level
 from rayserve_moe.kernels.cpu_native.layout import shape_problem
 from rayserve_moe.kernels.operations import Kernels
-from rayserve_moe.kernels.table import CPU_NATIVE, KERNELS
+from rayserve_moe.kernels.table import CPU_INVARIANT, CPU_NATIVE, KERNELS
 from rayserve_moe.model.layers.choice import summed_widths
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import platform_of
@@ -39,7 +39,7 @@ def choose_kernels(
     Raises: SettingsError if native kernels are requested and unavailable.
     """
     wanted, platform = compiling.cpu_kernels, platform_of(plan.mesh)
-    of_platform = KERNELS[platform]
+    of_platform = _of_platform(platform, compiling)
     if wanted == "off" or (wanted == "auto" and (platform != "cpu" or plan.mesh.size > 1)):
         return of_platform
     if (level := requested_level(compiling.cpu_level)) != AUTO:
@@ -60,6 +60,15 @@ def choose_kernels(
         log.log(logging.WARNING if is_loss else logging.INFO, "native CPU kernels are not used: %s", error)
         return of_platform
     return CPU_NATIVE
+
+
+def _of_platform(platform: str, compiling: CompileSettings) -> Kernels:
+    """Return the kernels of a platform without native ones."""
+    if compiling.invariant_products != "on":
+        return KERNELS[platform]
+    if platform != "cpu":
+        raise SettingsError(f"invariant_products on: not on {platform}, only on CPUs")
+    return CPU_INVARIANT
 
 
 def _has_instructions(requested: str) -> bool:

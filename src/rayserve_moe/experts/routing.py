@@ -8,12 +8,14 @@ logits --score--> scores --bias, groups--> choice --top k--> ids --scores of the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.kernels.row_blocks import ByRows, at_once
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 
 MIN_TOTAL = 1e-20
@@ -89,7 +91,7 @@ def _within_best_groups(scores_TE: jax.Array, choice_TE: jax.Array, router: Rout
 
 
 def select_top_k(
-    scores: ExpertScores, *, router: RouterSpec, forced: ForcedExperts | None = None
+    scores: ExpertScores, *, router: RouterSpec, forced: ForcedExperts | None = None, by_rows: ByRows = at_once
 ) -> tuple[jax.Array, jax.Array]:
     """Select the top k per token: ids int32 [T, K] by descending choice, ties to the smaller id; weights float32.
 
@@ -110,7 +112,7 @@ def select_top_k(
             return forced_TK, jnp.take_along_axis(scores_TE, forced_TK, axis=-1)
 
         ids_TK, weights_TK = jax.lax.cond(forced.is_any, force, lambda: (ids_TK, weights_TK))
-    return ids_TK, gates_of(weights_TK, router=router)
+    return ids_TK, by_rows(partial(gates_of, router=router), weights_TK)
 
 
 def with_forced_gates(gates_TK: jax.Array, forced: ForcedExperts | None) -> jax.Array:

@@ -109,6 +109,10 @@ class LayerAdapters(NamedTuple):
     layer: jax.Array
     tokens: TokenAdapters
 
+    def for_rows(self, place_T: jax.Array) -> LayerAdapters:
+        """Return the adapters of other tokens: `place_T` as in `TokenAdapters`."""
+        return self._replace(tokens=self.tokens._replace(place_T=place_T))
+
     def product(self, name: str) -> Product | None:
         """Return the adapters of a parameter; None if adapters never change it."""
         if name not in self.pairs:

@@ -21,6 +21,7 @@ from rayserve_moe.kernels.kv_pool import StatePages, write_rows
 from rayserve_moe.kernels.reference.attention import BlockPlaces, NewRows, ScoreConfig, Together
 from rayserve_moe.kernels.reference.layers import Rotation
 from rayserve_moe.kernels.reference.layers import project as multiply
+from rayserve_moe.kernels.row_blocks import ByRows, at_once
 from rayserve_moe.kernels.tpu.byte_pairs import is_paired, paired_rows
 
 PagedAttention = Callable[..., jax.Array]
@@ -128,6 +129,18 @@ class PagedKernels(NamedTuple):
         return PagedKernels(partial(self.decode, **knobs), partial(self.prefill, **knobs), writing)
 
 
+class ProjectedRows(NamedTuple):
+    """Rows of a layer's products: tokens, their rotation, and the places of their adapters if the step has any."""
+
+    normed_TD: jax.Array
+    rotation: Rotation
+    place_T: jax.Array | None
+
+    def adapters(self, of_layer: LayerAdapters | None) -> LayerAdapters | None:
+        """Return the adapters of these rows."""
+        return None if of_layer is None or self.place_T is None else of_layer.for_rows(self.place_T)
+
+
 class AttentionInputs(NamedTuple):
     """Arguments of a layer's attention besides the stream and the pool: weights of all layers under the names of
     `model.parameters`, the tokens of the step, their rotation, and the layer's number; optionally the results of
@@ -156,26 +169,33 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     prefill: PagedAttention,
     project: Callable[..., tuple[jax.Array, jax.Array]] = project_rows,
     write_and_decode: WritingAttention | None = None,
+    by_rows: ByRows = at_once,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new keys and values.
 
     Norms, biases and sinks may be absent; the caller adds the output's bias. `kv_pages` is [L * pages, page, G, h + v],
     or has other rows that `project` returns and the kernels read. Page p of layer l lies at l * pages + p, or as
     `batch.layer_pages` assigns. `decode` attends the single tokens, `prefill` the blocks; `project` has the signature
-    of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends.
+    of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends. `by_rows` computes what
+    is row by row.
     """
     weights, batch, rotation, layer, singles, projected, _, chosen_TGK, adapters = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
-        queries, rows = projected or project(
-            normed_TD,
-            of_layer,
-            rotation=rotation,
-            config=config,
-            stacked=StackedWeights(weights, layer),
-            adapters=adapters,
-        )
+
+        def make(part: ProjectedRows) -> tuple[jax.Array, jax.Array]:
+            return project(
+                part.normed_TD,
+                of_layer,
+                rotation=part.rotation,
+                config=config,
+                stacked=StackedWeights(weights, layer),
+                adapters=part.adapters(adapters),
+            )
+
+        inputs_T = ProjectedRows(normed_TD, rotation, adapters and adapters.tokens.place_T)
+        queries, rows = projected or by_rows(make, inputs_T)
     rows = paired_rows(rows) if is_paired(kv_pages.dtype) else rows
     num_late = batch.num_singles if write_and_decode else 0
     step = PagedStep(batch, first_page, rows, num_late, chosen_TGK)
@@ -194,10 +214,16 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 
         attended_THh, kv_pages = _attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
-        attended_THh = gated(attended_THh, normed_TD, of_layer, function=config.output_gate, adapters=adapters)
-        attended_TH = attended_THh.reshape(normed_TD.shape[0], -1)
-        out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
-        out_TD = with_adapters(out_TD, attended_TH, "o_LHD", adapters=adapters)
+
+        def multiply_out(rows: tuple[ProjectedRows, jax.Array]) -> jax.Array:
+            part, attended_THh = rows
+            own = part.adapters(adapters)
+            attended_THh = gated(attended_THh, part.normed_TD, of_layer, function=config.output_gate, adapters=own)
+            attended_TH = attended_THh.reshape(part.normed_TD.shape[0], -1)
+            out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
+            return with_adapters(out_TD, attended_TH, "o_LHD", adapters=own)
+
+        out_TD = by_rows(multiply_out, (inputs_T, attended_THh))
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 

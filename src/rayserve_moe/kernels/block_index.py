@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from rayserve_moe.kernels.attention_layer import AttentionInputs
 from rayserve_moe.kernels.kv_pool import write_rows
 from rayserve_moe.kernels.reference.block_index import BlockChoice
-from rayserve_moe.kernels.reference.layers import project, rms_norm, rotate
+from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
+from rayserve_moe.kernels.row_blocks import ByRows, at_once
 from rayserve_moe.kernels.token_index import choose_in_parts
 from rayserve_moe.parallel.sharding import ParallelPlan
 
@@ -38,7 +39,7 @@ class BlockIndexConfig:
     """Devices that share the choice; None: this device chooses for all tokens."""
 
 
-def choose_layer_blocks(
+def choose_layer_blocks(  # noqa: PLR0913 (kernels, by keyword)
     normed_TD: jax.Array,
     key_pages: jax.Array,
     inputs: AttentionInputs,
@@ -46,6 +47,7 @@ def choose_layer_blocks(
     config: BlockIndexConfig,
     choose: Callable[..., jax.Array],
     rows_of: Callable[[jax.Array], jax.Array] = jnp.asarray,
+    by_rows: ByRows = at_once,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the blocks that each token sees, int32 [T, A, K], and the pool with the keys of the new tokens.
 
@@ -56,14 +58,18 @@ def choose_layer_blocks(
     batch, first_page, _ = batch.of_layer(layer, key_pages, len(weights["index_k_LDd"]))
     of_layer = {name: weights[name][layer] for name in BLOCK_INDEX}
 
-    def heads(matrix: str, norm: str) -> jax.Array:
-        projected_TAd = project(normed_TD, of_layer[matrix]).reshape(len(normed_TD), -1, len(of_layer[norm]))
-        projected_TAd = rms_norm(projected_TAd, of_layer[norm], config.eps)
-        return rotate(projected_TAd, rotation, interleaved=config.interleaved_rotation)
+    def heads(rows: tuple[jax.Array, Rotation]) -> tuple[jax.Array, jax.Array]:
+        part_TD, rotation = rows
+
+        def project_heads(matrix: str, norm: str) -> jax.Array:
+            projected_TAd = project(part_TD, of_layer[matrix]).reshape(len(part_TD), -1, len(of_layer[norm]))
+            projected_TAd = rms_norm(projected_TAd, of_layer[norm], config.eps)
+            return rotate(projected_TAd, rotation, interleaved=config.interleaved_rotation)
+
+        return project_heads("index_k_LDd", "index_k_norm_Ld"), project_heads("index_q_LDi", "index_q_norm_Ld")
 
     with jax.named_scope("index_projections"):
-        keys_T1d = heads("index_k_LDd", "index_k_norm_Ld")
-        queries_TAd = heads("index_q_LDi", "index_q_norm_Ld")
+        keys_T1d, queries_TAd = by_rows(heads, (normed_TD, rotation))
     with jax.named_scope("index_update"):
         slots_T = batch.kv_slots_T + first_page * key_pages.shape[1]
         key_pages = write_rows(key_pages, rows_of(keys_T1d), slots_T)

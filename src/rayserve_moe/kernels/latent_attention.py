@@ -25,6 +25,7 @@ from rayserve_moe.kernels.attention_layer import (
     PagedAttention,
     PagedKernels,
     PagedStep,
+    ProjectedRows,
     WritingAttention,
     attend_blocks,
     gated,
@@ -32,6 +33,7 @@ from rayserve_moe.kernels.attention_layer import (
 )
 from rayserve_moe.kernels.reference.attention import ScoreConfig
 from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
+from rayserve_moe.kernels.row_blocks import ByRows, at_once
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     prefill: PagedAttention,
     rows_of: Callable[[jax.Array], jax.Array] = jnp.asarray,
     write_and_decode: WritingAttention | None = None,
+    by_rows: ByRows = at_once,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new latents.
 
@@ -72,10 +75,20 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     of_layer = {name: stacked[layer] for name, stacked in weights.items() if name not in ("k_b_LHC", "v_b_LHC")}
     latent_width = len(of_layer["kv_a_norm_LC"])
     with jax.named_scope("projections"):
-        latents_T1C = _latents(normed_TD, of_layer, rotation, config=config, adapters=adapters)
-        queries_TH = _queries(normed_TD, of_layer, config, adapters=adapters)
+
+        def project_part(part: ProjectedRows) -> tuple[jax.Array, jax.Array]:
+            own = part.adapters(adapters)
+            latents_T1C = _latents(part.normed_TD, of_layer, part.rotation, config=config, adapters=own)
+            return latents_T1C, _queries(part.normed_TD, of_layer, config, adapters=own)
+
+        def absorb_part(rows: tuple[ProjectedRows, jax.Array]) -> jax.Array:
+            part, queries_TH = rows
+            return _absorb(queries_TH, k_b_HC, part.rotation, config=config, adapters=part.adapters(adapters))
+
+        inputs_T = ProjectedRows(normed_TD, rotation, adapters and adapters.tokens.place_T)
+        latents_T1C, queries_TH = by_rows(project_part, inputs_T)
         queries_TH, k_b_HC = _slice_after(queries_TH, weights["k_b_LHC"], layer)
-        queries_TAC = _absorb(queries_TH, k_b_HC, rotation, config=config, adapters=adapters)
+        queries_TAC = by_rows(absorb_part, (inputs_T, queries_TH))
         queries_TAC = queries_TAC if query_scale_T is None else queries_TAC * query_scale_T[:, None, None]
         queries_TAC, v_b_HC = _slice_after(queries_TAC, weights["v_b_LHC"], layer)
     num_late = batch.num_singles if write_and_decode else 0
@@ -88,14 +101,19 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
         attended_TAC, kv_pages = attend_blocks(queries_TAC, kv_pages, step, kernels=kernels, described=described)
     with jax.named_scope("output_product"):
         v_b_AvC = v_b_HC.reshape(attended_TAC.shape[1], -1, latent_width)
-        attended_TAC = attended_TAC.astype(normed_TD.dtype)
-        values_TAv = _multiply("TAC,AvC->TAv", attended_TAC, v_b_AvC)
-        values_TAv = with_expanded(values_TAv, attended_TAC, "v_b_LHC", adapters=adapters)
-        values_TAv = values_TAv.astype(normed_TD.dtype)
-        values_TAv = gated(values_TAv, normed_TD, of_layer, function=config.output_gate, adapters=adapters)
-        values_TH = values_TAv.reshape(len(normed_TD), -1)
-        out_TD = jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
-        out_TD = with_adapters(out_TD, values_TH, "o_LHD", adapters=adapters)
+
+        def multiply_out(rows: tuple[ProjectedRows, jax.Array]) -> jax.Array:
+            part, attended_TAC = rows
+            own = part.adapters(adapters)
+            values_TAv = _multiply("TAC,AvC->TAv", attended_TAC, v_b_AvC)
+            values_TAv = with_expanded(values_TAv, attended_TAC, "v_b_LHC", adapters=own)
+            values_TAv = values_TAv.astype(normed_TD.dtype)
+            values_TAv = gated(values_TAv, part.normed_TD, of_layer, function=config.output_gate, adapters=own)
+            values_TH = values_TAv.reshape(len(attended_TAC), -1)
+            out_TD = jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
+            return with_adapters(out_TD, values_TH, "o_LHD", adapters=own)
+
+        out_TD = by_rows(multiply_out, (inputs_T, attended_TAC.astype(normed_TD.dtype)))
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
 
 

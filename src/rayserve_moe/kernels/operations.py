@@ -14,6 +14,7 @@ from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, 
 from rayserve_moe.kernels.reference import device_sums as reference_sums
 from rayserve_moe.kernels.reference import expert_products, gated_delta, layers
 from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels
+from rayserve_moe.kernels.row_blocks import ByRows, at_once
 from rayserve_moe.kernels.tpu import low_latency_dispatch
 from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes
 
@@ -170,6 +171,8 @@ class Kernels:
     """Layout of the parameters that the kernels read."""
     add_norm: Operation = ADD_NORM
     """`layers.add_and_norm`."""
+    by_rows: ByRows = at_once
+    """Computes the functions of rows that are no operation of their own."""
     dtype: str = ""
     """The only dtype that the kernels compute in; empty: any."""
     compiler_options: Mapping[str, str | bool] = field(default_factory=dict, hash=False)

@@ -23,6 +23,7 @@ from rayserve_moe.kernels.block_index import choose_layer_blocks
 from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound, operation, supports_all
 from rayserve_moe.kernels.cpu_native import calls, delta_call, index_call, mamba2_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
+from rayserve_moe.kernels.invariant import BLOCKS, LATENTS, SPARSE_LATENTS, invariant
 from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer
 from rayserve_moe.kernels.operations import (
     ADVANCE,
@@ -104,6 +105,8 @@ CPU = Kernels(
     sampling=SamplingKernels(layers.masses_of, noise=layers.gumbel_noise),
     pool=PoolKernels(dtypes=kv_pool.BITS),
 )
+CPU_INVARIANT = invariant(CPU, name="cpu_invariant")
+"""XLA on a CPU, with the same bits for a row in any step (`invariant`)."""
 PAGED = replace(
     grouped_attention(
         decode=paged_attention.attend,
@@ -241,6 +244,7 @@ LATENT_ATTENTION: dict[str, AttentionCandidates] = {
             ),
         ),
     ),
+    "cpu_invariant": (Candidate("xla", LATENTS),),
     "cpu_native": (Candidate("cpu_native", AttentionKernels(calls.attend_latent_layer)),),
     "tpu": (Candidate("paged", PAGED_LATENTS, paged_attention.unsupported_latents),),
 }
@@ -256,6 +260,7 @@ SPARSE_ATTENTION: dict[str, AttentionCandidates] = {
             ),
         ),
     ),
+    "cpu_invariant": (Candidate("xla", SPARSE_LATENTS),),
     "cpu_native": (
         Candidate(
             "cpu_native",
@@ -288,6 +293,7 @@ BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
             "xla", replace(CPU.attention, choose_blocks=partial(choose_layer_blocks, choose=block_index.choose_blocks))
         ),
     ),
+    "cpu_invariant": (Candidate("xla", BLOCKS),),
     "cpu_native": (
         Candidate("cpu_native", replace(CPU_NATIVE.attention, choose_blocks=index_call.choose_layer_blocks)),
     ),
@@ -310,5 +316,5 @@ On a TPU as `SPARSE_ATTENTION`, but XLA chooses the blocks. For sizes without a 
 context has more blocks than are chosen.
 """
 
-KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, TPU, CPU_NATIVE)}
+KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, CPU_INVARIANT, TPU, CPU_NATIVE)}
 """By name; the table with the name of a platform is the platform's own."""

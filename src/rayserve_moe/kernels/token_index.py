@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.adapters import LayerAdapters
-from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
+from rayserve_moe.kernels.attention_layer import AttentionInputs, ProjectedRows, TokenBatch
 from rayserve_moe.kernels.kv_pool import write_rows
 from rayserve_moe.kernels.latent_attention import query_latents
 from rayserve_moe.kernels.reference.attention import BlockPlaces
 from rayserve_moe.kernels.reference.layers import Rotation, layer_norm, project, rotate
+from rayserve_moe.kernels.row_blocks import ByRows, at_once
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 TokenChoice = Callable[..., jax.Array]
@@ -45,7 +46,7 @@ class IndexConfig:
     """Devices that share the choice; None: this device chooses for all tokens."""
 
 
-def choose_layer_tokens(
+def choose_layer_tokens(  # noqa: PLR0913 (kernels, by keyword)
     normed_TD: jax.Array,
     key_pages: jax.Array,
     inputs: AttentionInputs,
@@ -53,6 +54,7 @@ def choose_layer_tokens(
     config: IndexConfig,
     choose: TokenChoice,
     rows_of: Callable[[jax.Array], jax.Array] = jnp.asarray,
+    by_rows: ByRows = at_once,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the positions that each token sees, int32 [T, K], and the pool with the keys of the new tokens.
 
@@ -62,9 +64,15 @@ def choose_layer_tokens(
     batch, first_page, _ = batch.of_layer(layer, key_pages, len(weights["index_k_LDd"]))
     of_layer = {name: weights[name][layer] for name in (*INDEX, *QUERY_LATENTS) if name in weights}
     with jax.named_scope("index_projections"):
-        keys_T1d = _keys(normed_TD, of_layer, rotation, config)
-        queries_TAd = _queries(normed_TD, of_layer, rotation, config=config, adapters=inputs.adapters)
-        weights_TA = _head_weights(normed_TD, of_layer["index_weights_LDA"], queries_TAd.shape[-1])
+
+        def make(part: ProjectedRows) -> tuple[jax.Array, jax.Array, jax.Array]:
+            own = part.adapters(inputs.adapters)
+            queries_TAd = _queries(part.normed_TD, of_layer, part.rotation, config=config, adapters=own)
+            weights_TA = _head_weights(part.normed_TD, of_layer["index_weights_LDA"], queries_TAd.shape[-1])
+            return _keys(part.normed_TD, of_layer, part.rotation, config), queries_TAd, weights_TA
+
+        place_T = inputs.adapters and inputs.adapters.tokens.place_T
+        keys_T1d, queries_TAd, weights_TA = by_rows(make, ProjectedRows(normed_TD, rotation, place_T))
     with jax.named_scope("index_update"):
         slots_T = batch.kv_slots_T + first_page * key_pages.shape[1]
         key_pages = write_rows(key_pages, rows_of(keys_T1d), slots_T)

@@ -56,7 +56,7 @@ Such a server is for trials and tests, so a shape has to save its compile time w
 CPU_NATIVE = Device(2e10, 2.5e11, 3e-5, compile_s=2.5, horizon_s=300.0)
 """The same for steps of the native kernels, which read bfloat16 and compute no padding rows."""
 
-CPUS = {"cpu": CPU, "cpu_native": CPU_NATIVE}
+CPUS = {"cpu": CPU, "cpu_invariant": CPU, "cpu_native": CPU_NATIVE}
 """CPU devices by the name of their kernel table."""
 
 _TPU = partial(Device, block_s=1e-6, compile_s=15.0, horizon_s=3600.0, min_singles=2)

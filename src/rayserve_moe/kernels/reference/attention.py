@@ -155,6 +155,32 @@ def attend_new(
     return attend(queries_BHh[:, None], kv_pages, places, **knobs)[:, 0], kv_pages
 
 
+def in_parts(
+    compute: Callable[[tuple[jax.Array, ...], BlockPlaces], jax.Array],
+    arrays: tuple[jax.Array, ...],
+    places: BlockPlaces,
+    *,
+    rows_per_part: int,
+) -> jax.Array:
+    """Compute blocks of queries in parts of `rows_per_part` queries, those of single tokens and of prefill alike.
+
+    `arrays` are [B, Q, ...], and `compute` returns [B, Q, ...]. So the result of a query does not depend on the number
+    of queries in its block.
+    """
+    num_blocks, num_queries = places.positions_BQ.shape
+    num_parts = -(-num_queries // rows_per_part)
+
+    def cut(array: jax.Array, fill: int = 0) -> jax.Array:
+        padding = ((0, 0), (0, num_parts * rows_per_part - num_queries), *((0, 0),) * (array.ndim - 2))
+        padded = jnp.pad(array, padding, constant_values=fill)
+        return padded.reshape(num_blocks * num_parts, rows_per_part, *array.shape[2:])
+
+    chosen = None if places.chosen_BQK is None else cut(places.chosen_BQK, -1)
+    pages_BP = jnp.repeat(places.page_table_BP, num_parts, axis=0)
+    out = compute(tuple(map(cut, arrays)), BlockPlaces(pages_BP, cut(places.positions_BQ, -1), chosen_BQK=chosen))
+    return out.reshape(num_blocks, num_parts * rows_per_part, *out.shape[2:])[:, :num_queries]
+
+
 def _attend_block(
     block: tuple[jax.Array, ...],
     kv_pages: jax.Array,

@@ -23,6 +23,7 @@ import numpy as np
 from rayserve_moe.kernels.adapters import AdapterPair, RowAdapters, expert_product, grouped_products
 from rayserve_moe.kernels.narrow_weights import NARROW, dequantized, in_blocks
 from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
+from rayserve_moe.kernels.row_blocks import ByRows, at_once
 from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
 
 
@@ -82,16 +83,18 @@ class LayerExperts:
         return replace(self, adapters=self.adapters._replace(slot_T=adapter_T))
 
 
-def multiply_in_blocks(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
+def multiply_in_blocks(
+    hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts, *, block_rows: int = 0
+) -> jax.Array:
     """Multiply block by block, each block of rows with its expert: the fast way on XLA:CPU.
 
     The product sits inside a `cond`: outside of it, XLA:CPU converts all bfloat16 experts to float32 ahead of the
-    loop. Returns [T, K, D] in the tokens' dtype. The number of rows in a block follows from shapes alone, never from
-    a placement: a row's product does not depend on the place of its expert.
+    loop. Returns [T, K, D] in the tokens' dtype. The number of rows in a block is `block_rows`, or follows from shapes,
+    never from a placement: a row's product does not depend on the place of its expert.
     """
     weights, config = experts.weights, experts.config
     (num_tokens, top_k), num_slots = slots_TK.shape, config.num_slots
-    block = _block_rows(config.mean_rows)
+    block = block_rows or _block_rows(config.mean_rows)
     slots_P, counts_S = _count_assignments(slots_TK, num_slots)
     order_P = jnp.argsort(slots_P, stable=True)
     last_block_S = jnp.cumsum((counts_S + block - 1) // block)
@@ -180,13 +183,23 @@ def take_scales(scales_X1F: jax.Array, slots_N: jax.Array) -> jax.Array:
 
 
 def sum_results(
-    hidden_TD: jax.Array, slots_TK: jax.Array, gates_TK: jax.Array, experts: LayerExperts, *, multiply: Multiply
+    hidden_TD: jax.Array,
+    slots_TK: jax.Array,
+    gates_TK: jax.Array,
+    experts: LayerExperts,
+    *,
+    multiply: Multiply,
+    by_rows: ByRows = at_once,
 ) -> jax.Array:
     """Return the sum of each token's results times its gates: float32 [T, D]. Slots of other devices add nothing."""
     results_TKD = multiply(hidden_TD, slots_TK, experts)
     is_here_TK1 = (slots_TK < experts.config.num_slots)[..., None]
     results_TKD = jnp.where(is_here_TK1, results_TKD, 0).astype(jnp.float32)
-    return jnp.einsum("TK,TKD->TD", gates_TK, results_TKD, precision=jax.lax.Precision.HIGHEST)
+    return by_rows(_weighted, (gates_TK, results_TKD))
+
+
+def _weighted(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+    return jnp.einsum("TK,TKD->TD", *rows, precision=jax.lax.Precision.HIGHEST)
 
 
 def widened(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
