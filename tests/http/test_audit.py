@@ -223,6 +223,7 @@ def test_sketches_find_the_layer_where_passes_part(http, layout, two):
 def test_what_is_no_trajectory_is_refused(http, layout, two):
     one = two[0]
     good = body_of(layout, one)
+    gates = base64.b64encode(np.ones(one.rows.shape, "<f4").tobytes()).decode()
     for name, sample in {
         "too few rows": body_of(layout, one, rows=one.rows[:-1]),
         "no rows": {**good, "forced_routed_experts": None},
@@ -233,6 +234,7 @@ def test_what_is_no_trajectory_is_refused(http, layout, two):
         "an expert twice": body_of(layout, one, rows=np.zeros_like(one.rows)),
         "too few log-probs": {**good, "logprobs": one.logprobs[:-1]},
         "a prompt that is too long": {**good, "prompt_len": len(one.ids) + 1},
+        "gates that the server cannot force": {**good, "forced_router_gates": gates},
         "no masks": {**good, "sampling_mask": [1] * NUM_NEW},
         "an id beyond the vocabulary": {**good, "input_ids": [*one.ids[:-1], 10**6]},
     }.items():

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rayserve_moe import Engine, extract_router_gates_from_meta_info
+from rayserve_moe import Engine, cli, extract_router_gates_from_meta_info
 from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.proposers import SiblingProposer
@@ -42,6 +42,7 @@ SAMPLED = {"temperature": 1.0, "top_k": 5, "sampling_seed": 7, "ignore_eos": Tru
 SETTINGS: dict[str, Any] = {
     **SMALL,
     "enable_return_router_gates": True,
+    "enable_audit": True,
     "speculative_algorithm": "SIBLINGS",
     "speculative_num_steps": MAX_DRAFTS,
 }
@@ -166,6 +167,27 @@ def encoded(gates: np.ndarray) -> str:
     return base64.b64encode(gates.astype("<f4").tobytes()).decode()
 
 
+def test_an_audit_takes_gates_and_finds_other_ones(client):
+    """Halved gates at a position change its output's log-prob first."""
+    params = {"max_new_tokens": NUM_NEW, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
+    source = ask(client, GENERATE, input_ids=PROMPT, sampling_params=params, return_logprob=True, **ROWS)
+    gates, meta = gates_of(source), source["meta_info"]
+    sample = {
+        "input_ids": [*PROMPT, *source["output_ids"]],
+        "prompt_len": len(PROMPT),
+        "forced_routed_experts": meta["routed_experts"],
+        "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
+    }
+    halved = gates.copy()
+    halved[len(PROMPT) + 2] *= 0.5
+    samples = [{**sample, "forced_router_gates": encoded(each)} for each in (gates, halved)]
+    right, wrong = ask(client, "/audit", samples=[*samples], logprob_tolerance=1e-3)["samples"]
+    assert (right["verdict"], right["first_logprob"]) == ("right", None)
+    assert (wrong["verdict"], wrong["first_logprob"]) == ("wrong log-probs", len(PROMPT) + 3)
+    error = check_error(client.post("/audit", json={"samples": [{**sample, "forced_router_gates": "%"}]}), 400)
+    assert error["param"] == "samples"
+
+
 @pytest.mark.parametrize("kind", [ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE])
 def test_a_container_has_gates_and_masks_as_arrays(client, sampled, wanted, kind):
     """All choices share one copy of the prompt's gates."""
@@ -262,6 +284,7 @@ def test_a_job_keeps_all_parts_in_its_shards(server_url, tmp_path):
     prompts.write_text(json.dumps({"input_ids": PROMPT, "sampling_params": sampling}) + "\n")
     arguments = ["--prompts", str(prompts), "--url", server_url, "--max-new-tokens", str(NUM_NEW), "--n", "2"]
     assert main([*arguments, "--gates", "--masks", "--drafts", "--out", str(tmp_path / "out")]) == 0
+    assert cli.main(["audit", str(tmp_path / "out"), "--server", server_url, "--gates"]) == 0
     loaded = load(tmp_path / "out")
     with BlockingRolloutClient(server_url) as client:
         for sample in range(2):

@@ -66,6 +66,8 @@ def test_wrong_samples_are_named(url: str, sampled: list[Rollout], tmp_path: Pat
     assert "p1 sample 0: shifted rows from token" in printed and "rows of tokens -1" in printed
     assert "2 shifted rows" in plot.read_text()
     assert main(["audit", str(shards), "--server", url, "--max-samples", "1"]) == 0
+    assert main(["audit", str(shards), "--server", url, "--gates"]) == 2
+    assert "gates are missing" in capsys.readouterr().err
 
 
 def test_masks_of_shards_are_audited(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

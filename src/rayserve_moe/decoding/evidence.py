@@ -128,7 +128,13 @@ def with_evidence(
 
 @jax.named_scope("evidence")
 def sampling_mask(
-    kept: Kept, ids_S: jax.Array, *, wants_S: jax.Array, temperature_S: jax.Array, part: VocabularyPart
+    kept: Kept,
+    ids_S: jax.Array,
+    *,
+    wants_S: jax.Array,
+    temperature_S: jax.Array,
+    part: VocabularyPart,
+    masses: Masses,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the ids that truncation keeps, if a row wants them, and the log-probs of the samples among them.
 
@@ -139,12 +145,13 @@ def sampling_mask(
 
     def found() -> tuple[jax.Array, jax.Array]:
         logprobs_SV = kept.logprobs_SV
-        is_greedy_S = temperature_S <= 0.0
-        is_own_SV, probs_SV = part.ids() == ids_S[:, None], jnp.exp(logprobs_SV)
-        kept_SV = is_kept(logprobs_SV, kept.last, part=part) & (probs_SV > 0)
-        kept_SV = jnp.where(is_greedy_S[:, None], is_own_SV, kept_SV) & (part.ids() < part.num_words)
-        mass_S = part.sum(jnp.sum(probs_SV, axis=-1, where=kept_SV))
-        own_S = log_prob_of(logprobs_SV, ids_S, part=part) - jnp.log(mass_S)
+        is_greedy_S1 = temperature_S[:, None] <= 0.0
+        kept_SV = is_kept(logprobs_SV, kept.last, part=part) & (jnp.exp(logprobs_SV) > 0)
+        kept_SV = jnp.where(is_greedy_S1, part.ids() == ids_S[:, None], kept_SV) & (part.ids() < part.num_words)
+        # The kernel's sum does not depend on the number of rows.
+        among_SV = jnp.where(kept_SV, logprobs_SV, jnp.finfo(logprobs_SV.dtype).min)
+        among_SV = log_probs_of(among_SV, jnp.ones_like(temperature_S), part=part, masses=masses).logprobs_SV
+        own_S = log_prob_of(among_SV, ids_S, part=part)
         of_all = jnp.zeros((len(ids_S), num_words * WORD_BITS), jnp.int32)
         of_all = jax.lax.dynamic_update_slice_in_dim(of_all, kept_SV.astype(jnp.int32), part.first, axis=1)
         bits_SW = (of_all.reshape(len(ids_S), num_words, WORD_BITS) << jnp.arange(WORD_BITS)).sum(-1, dtype=jnp.int32)

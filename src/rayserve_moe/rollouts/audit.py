@@ -15,7 +15,7 @@ import numpy as np
 
 from rayserve_moe.config.load import environment_setting
 from rayserve_moe.replay.audit import PASSING, worst
-from rayserve_moe.replay.encoding import DIALECTS, encode_index
+from rayserve_moe.replay.encoding import DIALECTS, encode_gates, encode_index
 from rayserve_moe.requests.records import RoutedExperts, RoutingLayout
 from rayserve_moe.rollouts.alignment import served_layout
 from rayserve_moe.rollouts.answers import Faulty, Unavailable, Unusable
@@ -62,7 +62,10 @@ def _run(options: argparse.Namespace) -> int:
         layout = _layout_of(client.model_info(), rollouts)
         for first in range(0, len(chosen), options.batch):
             batch = chosen[first : first + options.batch]
-            samples = [sample_body(rollouts, sample, layout=layout, with_logprobs=with_logprobs) for sample in batch]
+            samples = [
+                sample_body(rollouts, sample, layout=layout, with_logprobs=with_logprobs, with_gates=options.gates)
+                for sample in batch
+            ]
             report = client.audit(
                 samples, tie_tolerance=options.tie_tolerance, logprob_tolerance=options.logprob_tolerance
             )
@@ -87,10 +90,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if summary["verdict"] in PASSING else 1
 
 
-def sample_body(rollouts: Rollouts, sample: int, *, layout: RoutingLayout, with_logprobs: bool) -> dict[str, Any]:
+def sample_body(
+    rollouts: Rollouts, sample: int, *, layout: RoutingLayout, with_logprobs: bool, with_gates: bool = False
+) -> dict[str, Any]:
     """Return a sample as an entry of `samples` of `/audit`.
 
-    Raises: ValueError for a sample without rows, with missing rows, or of several weight versions.
+    Raises: ValueError for a sample without rows, without requested gates, with missing ones, or of several weight
+        versions.
     """
     routing = rollouts.routed_experts(sample)
     name = f"sample {rollouts.sample_index[sample]} of {rollouts.prompt_id[sample]}"
@@ -111,6 +117,10 @@ def sample_body(rollouts: Rollouts, sample: int, *, layout: RoutingLayout, with_
         body["logprobs"] = rollouts.logprobs[sample].tolist()
     if (mask := decisions_of(rollouts, sample).sampling_mask) is not None:
         body["sampling_mask"] = mask.tolist()
+    if with_gates:
+        if (gates := encode_gates(routing)) is None:
+            raise ValueError(f"{name}: gates are missing, so they cannot be forced")
+        body["forced_router_gates"] = gates
     if routing.index is not None:
         body["forced_indexer_topk"] = _index_of(rollouts, sample, routing)
     return body

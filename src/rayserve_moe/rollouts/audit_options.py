@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tie-tolerance", type=float, default=0.05, help="margin of experts that rounding explains, in logits")
     add("--logprob-tolerance", type=float, default=0.05, help="difference of log-probs that rounding explains, in nats")
     add("--no-logprobs", action="store_true", help="audit rows only, such as of samples at another temperature than 1")
+    add("--gates", action="store_true", help="force the samples' gates too; the server returns gates")
     add("--out", type=Path, help="file for the report of every sample, as JSON")
     add("--plot", type=Path, help="file for a chart of the differing decisions, as SVG")
 

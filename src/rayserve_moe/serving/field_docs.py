@@ -54,6 +54,7 @@ FIELD_DOCS = {
     "indexer_topk_format": "Form of index rows: base64 of positions as SGLang, or packed.",
     "AuditSample.forced_indexer_topk": "Choices of indexes at every token, in either form.",
     "AuditSample.forced_routed_experts": "Routing rows of the trajectory from its first token on, in any JSON form.",
+    "AuditSample.forced_router_gates": "Weights of the experts of these rows.",
     "AuditSample.input_ids": "Token ids of prompt and outputs.",
     "AuditSample.logprobs": "Log-probs of the outputs at temperature 1, without penalties or bias.",
     "AuditSample.prompt_len": "Number of tokens of the prompt.",

@@ -12,6 +12,7 @@ from rayserve_moe.decoding.evidence import sampling_mask
 from rayserve_moe.decoding.logit_processors import LogitProcessor, ProcessedRows, allowed_logits
 from rayserve_moe.decoding.sampling import SamplingBatch, sample
 from rayserve_moe.decoding.truncation import Limits
+from rayserve_moe.kernels.reference.layers import masses_of
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.requests.processor_arguments import NOT_PROCESSED, NUM_RECENT, processed_row, row_size
 
@@ -115,7 +116,9 @@ def test_support_is_what_truncation_leaves(logits: np.ndarray):
     sampled = sample(jnp.asarray(logits), rows, part=PART, max_top=1, returns_kept=True)
     ids, wants = np.asarray(sampled.ids_S), np.ones(3, bool)
     assert sampled.kept is not None
-    bits, among = sampling_mask(sampled.kept, ids, wants_S=wants, temperature_S=rows.temperature_S, part=PART)
+    bits, among = sampling_mask(
+        sampled.kept, ids, wants_S=wants, temperature_S=rows.temperature_S, part=PART, masses=masses_of
+    )
     kept = np.unpackbits(np.asarray(bits).view(np.uint8), axis=1, bitorder="little")[:, :WORDS].astype(bool)
     probabilities = np.exp(logits / np.array([[1.0], [1.0], [2.0]]))
     expected = [

@@ -147,6 +147,7 @@ def sample_held(
             wants_S=wants_mask(held.requested_AF),
             temperature_S=rows.temperature_S,
             part=part,
+            masses=masses,
         )
         sampled, found = with_evidence(
             sampled._replace(kept=None), logits, requested_SF=held.requested_AF, rows=rows, part=part, masses=masses

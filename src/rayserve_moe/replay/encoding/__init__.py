@@ -3,6 +3,7 @@
 from rayserve_moe.replay.encoding.description import routed_experts_info
 from rayserve_moe.replay.encoding.dialects import DIALECTS, decode_each_forced, decode_forced
 from rayserve_moe.replay.encoding.gates import decode_each_forced_gates, extract_router_gates_from_meta_info
+from rayserve_moe.replay.encoding.gates import encode as encode_gates
 from rayserve_moe.replay.encoding.index import FORMS as INDEX_FORMS
 from rayserve_moe.replay.encoding.index import decode as decode_index
 from rayserve_moe.replay.encoding.index import decode_each_forced_index, extract_indexer_topk_from_meta_info
@@ -32,6 +33,7 @@ __all__ = [
     "decode_index",
     "decode_rollout",
     "decode_routed_experts",
+    "encode_gates",
     "encode_index",
     "encode_nested",
     "encode_packed",

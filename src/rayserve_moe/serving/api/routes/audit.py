@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from rayserve_moe.answers.native import prompt_column
 from rayserve_moe.replay.audit import AuditReport, Claim, Scored, Tolerances, judge, needs_free_pass, worst
-from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_index
+from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_gates, decode_each_forced_index
 from rayserve_moe.replay.encoding.wire_rows import to_base64
 from rayserve_moe.replay.sketches import NUM_PROJECTIONS, SEED
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RoutedExperts, SamplingParams
@@ -138,9 +138,10 @@ def _sketch_bytes(state: ApiState, sample: AuditSample) -> int:
 
 
 def _rows_of(sample: AuditSample, card: ModelCard) -> RoutedExperts:
-    """Return the claimed rows of a sample with its index rows. Raises: ValueError."""
+    """Return the claimed rows of a sample with its index rows and gates. Raises: ValueError."""
     experts, lengths = sample.forced_routed_experts, [len(sample.input_ids)]
     routing = decode_each_forced(experts, card.routing, prompt_lens=lengths, is_batch=False)
+    routing = decode_each_forced_gates(sample.forced_router_gates, routing, is_batch=False)
     (rows,) = decode_each_forced_index(sample.forced_indexer_topk, routing, layout=card.index, is_batch=False)
     if rows is None:
         raise ValueError("`forced_routed_experts` is required")

@@ -32,6 +32,7 @@ class AuditSample(RequestBody):
     prompt_len: Annotated[int, Field(ge=1, le=INT32_MAX)]
     forced_routed_experts: ForcedRouting
     forced_indexer_topk: ForcedRouting = None
+    forced_router_gates: ForcedRouting = None
     logprobs: list[float] | None = None
     sampling_mask: Masks = None
     weight_version: Annotated[str, Field(max_length=256)] | None = None
