@@ -53,6 +53,7 @@ def test_moving_experts_take_their_adapters_along(engine: Engine, engine_with: E
         assert wanted[None, place] == outputs(ask(plain, prompt, None))
         assert len({str(wanted[name, place]) for name in (None, *LAYOUTS)}) == 1 + len(LAYOUTS)
     start, deadline = eplb.migration.placement, time.monotonic() + WITHIN_S
+    num_compilations = engine.runner.num_compilations_since_start
     for seed in range(2):
         version = eplb.order(random_placement(start, seed=seed))
         while eplb.migration.progress.version < version or not eplb.migration.progress.is_done:
@@ -63,7 +64,7 @@ def test_moving_experts_take_their_adapters_along(engine: Engine, engine_with: E
     assert engine.update_weights_from_disk(core_checkpoint).success
     after = {key: found[:2] for key, found in answers_alone(engine).items()}
     assert after == {key: found[:2] for key, found in wanted.items()}
-    assert engine.runner.num_compilations_since_start == 0
+    assert engine.runner.num_compilations_since_start == num_compilations
 
 
 def test_adapters_of_experts_and_none_in_a_batch_are_each_answered_as_alone(

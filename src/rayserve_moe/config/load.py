@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.config.derive import group_sizes
 from rayserve_moe.config.given_files import is_url
 from rayserve_moe.config.settings import TPU_PAGE_SIZE, ParallelSettings, Settings, SettingsError
@@ -317,6 +318,7 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError("logit_processors need deferred sampling: set structured_output: true")
     _check_parallel(settings.parallel)
     _check_selection(settings)
+    _check_adapters(settings.adapters)
     check_speculation(settings.speculation, selection=settings.experts.selection)
     check_slices(settings.cluster, settings.parallel)
     group_sizes(settings.cluster, settings.parallel)
@@ -346,6 +348,11 @@ def _check_selection(settings: Settings) -> None:
             "then depends on the other tokens of its step, so a trainer that replays the rows would train another "
             "policy than the one that answered; take expert_selection replicas_only, which balances without a change"
         )
+
+
+def _check_adapters(adapters: AdapterSettings) -> None:
+    if adapters.experts and not adapters.num_slots:
+        raise SettingsError("lora_experts needs max_loras: merged adapters may always change experts")
 
 
 def _check_parallel(parallel: ParallelSettings) -> None:

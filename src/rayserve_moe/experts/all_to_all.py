@@ -36,13 +36,14 @@ from rayserve_moe.experts.rank_rows import (
     RankRows,
     Runs,
     count_slots,
+    gather_adapters,
     part_of_runs,
     plan_rank_rows,
+    received_adapters,
     rows_of_round,
     runs_between,
     sends_once,
 )
-from rayserve_moe.experts.row_adapters import gather_adapters, received_adapters
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
@@ -73,8 +74,7 @@ def apply_all_to_all(
     # Each chunk divides its tokens over an expert's slots by their shares, so that ranks are even in every chunk.
     with jax.named_scope("dispatch"):
         slots_GTK = jax.vmap(choose)(ids_GTK, valid_GT)
-    num_ranks, num_local = plan.num_expert_ranks, config.num_local_slots
-    row_bytes = width * tokens.hidden_TD.dtype.itemsize
+    num_ranks, row_bytes = plan.num_expert_ranks, width * tokens.hidden_TD.dtype.itemsize
     exchange = ExchangeConfig(
         (DATA, TENSOR),
         num_ranks,
@@ -84,8 +84,8 @@ def apply_all_to_all(
         adds_by_device(tokens, experts, config),
         not overlapped and sends_once(chunk, row_bytes, config=config),
     )
-    product = ProductConfig(num_local, chunk * top_k * num_ranks / config.router.num_experts, config.activation)
-    of_layer = experts.of_layer(product, part.adapter_T)
+    mean_rows = chunk * top_k * num_ranks / config.router.num_experts
+    of_layer = experts.of_layer(ProductConfig(config.num_local_slots, mean_rows, config.activation), part.adapter_T)
     if len(hidden_GTD) > 1 and platform_of(plan.mesh) == "tpu":  # otherwise every chunk would convert them
         of_layer = widened(of_layer, tokens.hidden_TD.dtype)
     multiply = multiply_rows(of_layer, kernel=config.kernels.experts.results)
@@ -374,8 +374,8 @@ def _multiply_round(
     place_C = turn * config.round_rows + np.arange(config.round_rows, dtype=np.int32)
     pair_C = jnp.searchsorted(route.ends_X, place_C, side="right", method="compare_all")
     slots_C = jnp.where(pair_C < route.ends_X.size, jax.lax.rem(pair_C, num_local), num_local)
-    sender_C = jax.lax.div(pair_C, num_local)
-    return multiply(rows_CQV, slots_C, received_adapters(route.adapter_RN, route.received, place_C, sender_C=sender_C))
+    adapter_C = received_adapters(route.adapter_RN, route.received, place_C=place_C, sender_C=pair_C // num_local)
+    return multiply(rows_CQV, slots_C, adapter_C)
 
 
 def _dispatch(rows_NQV: jax.Array, route: Route, turn: jax.Array | int, config: ExchangeConfig) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Rows of tokens that go once to each rank of a token's experts, and the runs in which ranks exchange rows.
+"""Rows of tokens that go once to each rank of a token's experts, the runs of exchanged rows, and their adapters.
 
 A rank that has several of a token's experts receives the token's hidden state once, and copies it to each of them. What
 comes back is a row for each expert, because a sum over a rank's experts would depend on the placement. For this, all
@@ -10,6 +10,7 @@ ranks gather the slots of all tokens; these alone determine the place of every r
 
 # T tokens of a chunk   K experts per token   N assignments = T * K   R ranks   B rows sent = T * min(K, R)
 # M rows received = R * T   A assignments of all ranks = R * N   S local slots   Y slots, then ranks
+# C rows of a round
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from rayserve_moe.balancing.placement import ONCE_ASSIGNMENTS
 from rayserve_moe.experts.config import ExpertConfig
-from rayserve_moe.kernels.slot_order import order_by_slot, take
+from rayserve_moe.kernels.slot_order import SortedAssignments, order_by_slot, take
 
 LANES = 128
 
@@ -106,6 +107,27 @@ def rows_of_round(received_MQV: jax.Array, rows: RankRows, turn: jax.Array | int
     """Return a row [C, Q, V] for each assignment of a round; beyond the last, any rows."""
     row_A = jnp.pad(rows.row_A, (0, -rows.row_A.size % round_rows))
     return take(received_MQV, jax.lax.dynamic_slice_in_dim(row_A, turn * round_rows, round_rows))
+
+
+def gather_adapters(
+    adapter_T: jax.Array | None, order: SortedAssignments, *, axes: tuple[str, ...]
+) -> jax.Array | None:
+    """Return the adapter of each assignment of every rank, in the order of its rows, int32 [R, N]; None for None."""
+    if adapter_T is None:
+        return None
+    adapter_N = take(adapter_T, order.token_P)
+    # TPUs gather whole lanes, and add up others.
+    return jax.lax.all_gather(jnp.pad(adapter_N, (0, -adapter_N.size % LANES)), axes)
+
+
+def received_adapters(
+    adapter_RN: jax.Array | None, received: Runs, *, place_C: jax.Array | np.ndarray, sender_C: jax.Array
+) -> jax.Array | None:
+    """Return the adapter of each received row, by its sender and its place among all received rows, int32 [C]."""
+    if adapter_RN is None:
+        return None
+    at_sender_C = place_C + (received.at_sender_R - received.at_receiver_R).at[sender_C].get(mode="clip")
+    return adapter_RN.at[sender_C, at_sender_C].get(mode="clip")
 
 
 def sends_once(chunk: int, row_bytes: int, *, config: ExpertConfig) -> bool:

@@ -10,13 +10,10 @@ import pytest
 
 from rayserve_moe import Engine
 from tests.pipelines.families.conftest import families
-from tests.support.checkpoints.adapters import MadeAdapter, make_adapter_beside
+from tests.support.checkpoints.adapters import make_adapter_beside
 from tests.support.engine.shared_settings import CORE
-from tests.support.models.families import FamilyCase
 
 pytestmark = [pytest.mark.slow, families()]
-WITH_EXPERTS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
-"""Families with tensors per expert, with biases and gate and up in turn, with shared experts, and a hybrid."""
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 40)]
 
 
@@ -27,52 +24,18 @@ def test_an_adapter_beside_the_weights_answers_as_its_merged_checkpoint(
     """Compare in float32: equal ids and routing, and log-probs of prompts and outputs within 1e-5."""
     if is_native:
         pytest.skip("merged weights are rounded to bfloat16")
-    made = [make_adapter_beside(core_checkpoint, seed=seed, rank=rank) for seed, rank in ((1, 4), (2, 3))]
-    settings = {**kernel_settings, "devices_per_host": num_devices}
-    assert_answers_as_merged(core_checkpoint, made, directory=tmp_path, settings=settings)
-
-
-@pytest.mark.parametrize("backend", ["local", "all_to_all"])
-def test_adapters_of_experts_answer_as_their_merged_checkpoints(
-    core_checkpoint: Path,
-    case: FamilyCase,
-    kernel_settings: dict[str, str],
-    is_native: bool,
-    tmp_path: Path,
-    backend: str,
-):
-    if is_native:
-        pytest.skip("merged weights are rounded to bfloat16")
-    if case.family not in WITH_EXPERTS:
-        pytest.skip("experts of a family like another")
-    made = [
-        make_adapter_beside(core_checkpoint, seed=seed, rank=rank, experts=layout)
-        for seed, (rank, layout) in enumerate(((4, "fused"), (3, "shared_outer")))
-    ]
-    num_devices = {"local": 1, "all_to_all": 2}[backend]
-    settings = {
-        **kernel_settings,
-        "devices_per_host": num_devices,
-        "data_parallel_size": num_devices,
-        "expert_backend": backend,
-        "lora_experts": True,
-    }
-    assert_answers_as_merged(core_checkpoint, made, directory=tmp_path, settings=settings)
-
-
-def assert_answers_as_merged(
-    checkpoint: Path, made: list[MadeAdapter], *, directory: Path, settings: dict[str, Any]
-) -> None:
-    """Compare answers with adapters, and those without, to checkpoints with merged weights."""
-    with Engine(str(checkpoint), **{**CORE, "max_loras": 2, "max_lora_rank": 4, **settings}) as engine:
+    with Engine(
+        str(core_checkpoint), **CORE, **kernel_settings, devices_per_host=num_devices, max_loras=2, max_lora_rank=4
+    ) as engine:
+        made = [make_adapter_beside(core_checkpoint, seed=seed, rank=rank) for seed, rank in ((1, 4), (2, 3))]
         for number, adapter in enumerate(made):
-            outcome = engine.load_lora_adapter(adapter.write(directory / f"{number}"), lora_name=f"a{number}")
+            outcome = engine.load_lora_adapter(adapter.write(tmp_path / f"{number}"), lora_name=f"a{number}")
             assert outcome.success, outcome.message
         base = answers_of(engine, None)
         ours = [answers_of(engine, f"a{number}") for number in range(len(made))]
         assert answers_of(engine, None) == base
         for number, adapter in enumerate(made):
-            merged = adapter.write_merged(checkpoint, directory / f"merged {number}")
+            merged = adapter.write_merged(core_checkpoint, tmp_path / f"merged {number}")
             assert engine.update_weights_from_disk(merged).success
             wanted = answers_of(engine, None)
             for (ids, logprobs, rows), (wanted_ids, wanted_logprobs, wanted_rows) in zip(

@@ -93,6 +93,7 @@ WRONG = {
     ),
     "one root without a list": ({"weight_roots": "/good"}, r"weight_roots .* texts, for example \['/good'\]"),
     "one key for everything": ({"api_key": "k", "admin_api_key": "k"}, "admin_api_key equals api_key"),
+    "adapters of experts without a place": ({"lora_experts": True}, "lora_experts needs max_loras"),
     "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
     "a topology without its version": ({"tpu_topology": "2x4"}, "tpu_topology and tpu_version belong together"),
     "a version without its topology": ({"tpu_version": "v6e"}, "tpu_topology and tpu_version belong together"),
