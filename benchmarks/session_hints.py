@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             hints, share, max_s = hints_of(name)
             make = partial(
                 SimulatedReplica,
-                replace(limits, ranks_sessions=hints.names, protected_share=share, max_protected_s=max_s),
+                replace(limits, evicts_by_session=hints.names, protected_share=share, max_protected_s=max_s),
                 found.steps,
                 hints=hints,
             )

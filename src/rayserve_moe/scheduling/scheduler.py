@@ -103,7 +103,7 @@ class Scheduler:
         for sequence in choices:
             sequence.group.choices = choices
             sequence.cache.namespace = self._namespace(request)
-            sequence.cache.owner = request.session if self._limits.ranks_sessions else None
+            sequence.cache.owner = request.session if self._limits.evicts_by_session else None
             sequence.evidence.probe = probe
             record_weights(sequence, self.weight_version)
         queue_by_priority(self.waiting, leader)
