@@ -8,8 +8,8 @@ within 120 s; their turns follow the shape `agents`, after Mooncake's trace, wit
 take 4 s. `--edits` of the turns leave out a random number of the last tokens of the history. Beside them, `--others`
 chats of one turn come each second, without hints. Figures are of the sessions, over all seeds.
 
-`names` of sessions order superseded branches; `final` turns end sessions as well; `ttl` asks on every turn for 300 s,
-and the share of the pool that may be protected follows the colon.
+`names` of sessions order superseded branches; `final` turns end sessions as well; `ttl` asks on every turn for 300 s.
+After a colon follow the share of the pool that may be protected, and the seconds that a protection may last.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ def others(rate: float, *, seed: int) -> Iterator[Conversation]:
             yield replace(one, sends_hints=False)
 
 
-def hints_of(text: str) -> tuple[SessionHints, float]:
-    """Return the hints of a name such as `ttl+final:0.5`, and the share of the pool that may be protected.
+def hints_of(text: str) -> tuple[SessionHints, float, float]:
+    """Return the hints of a name such as `ttl+final:0.5:30`, the share that may be protected, and for how long.
 
-    Raises: ArgumentTypeError for another name.
+    Raises: ValueError for another name.
     """
-    kinds, _, share = text.partition(":")
+    kinds, share, seconds = [*text.split(":"), "0", str(TTL_S)][:3]
     asked = set(kinds.split("+"))
     if not asked <= {"none", "names", "final", "ttl"}:
-        raise argparse.ArgumentTypeError("hints are none, names, final or ttl, several joined by +")
-    names, ttl_s = bool(asked & {"names", "final"}), TTL_S * ("ttl" in asked)
-    return SessionHints(names, final="final" in asked, ttl_s=ttl_s), float(share or 0.25) if ttl_s else 0.0
+        raise ValueError("hints are none, names, final or ttl, several joined by +")
+    ttl_s = TTL_S if "ttl" in asked else 0.0
+    return SessionHints(bool(asked & {"names", "final"}), "final" in asked, ttl_s), float(share), float(seconds)
 
 
 def outcome_of(seen: Seen, *, num_pool_tokens: int) -> Outcome:
@@ -127,14 +127,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = {"page_size": LIMITS.page_size, "longest": LIMITS.max_tokens - 1}
     found = slice_replica(arguments.model, arguments.topology, num_data_ranks=1, **sizes)
     num_pages = int(found.num_pages * arguments.pool_share)
-    limits = replace(LIMITS, num_pages=num_pages, max_protected_s=TTL_S)
+    limits = replace(LIMITS, num_pages=num_pages)
     rows = []
     for count in arguments.sessions:
         for name in arguments.hints:
-            hints, share = hints_of(name)
+            hints, share, max_s = hints_of(name)
             make = partial(
                 SimulatedReplica,
-                replace(limits, ranks_sessions=hints.names, protected_share=share),
+                replace(limits, evicts_by_session=hints.names, protected_share=share, max_protected_s=max_s),
                 found.steps,
                 hints=hints,
             )

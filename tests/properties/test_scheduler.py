@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 : entry_tokens > 0
             ],
             verify_rows=num_rows * (1 + max_drafts) // 2,
-            ranks_sessions=True,
+            evicts_by_session=True,
             protected_share=0.5,
             max_protected_s=9.0,
         )

@@ -186,7 +186,7 @@ class CacheSettings:
     """Pages of the pool; windowed layers keep fewer. 0 sizes the pool from the memory that is free after loading."""
     enable_prefix_caching: bool = True
     """Keep the pages of prompts and answers for later requests with the same prefix."""
-    ranks_sessions: bool = True
+    evicts_by_session: bool = True
     """Evict cached pages of ended sessions, and branches that an edited history leaves, before others."""
     protected_share: float = _number(0.25, (0.0, 0.9))
     """Share of the pages that hints of clients, such as TTLs, may protect from eviction while others are cached."""

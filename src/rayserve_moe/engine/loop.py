@@ -318,7 +318,7 @@ def scheduler_for(settings: Settings, card: ModelCard, *, started: StartReport) 
         num_data_ranks=settings.parallel.data_parallel_size,
         caches_prefixes=cache.enable_prefix_caching,
         verify_rows=verify_rows(scheduler, settings.speculation),
-        ranks_sessions=cache.ranks_sessions,
+        evicts_by_session=cache.evicts_by_session,
         protected_share=cache.protected_share,
         max_protected_s=cache.max_protected_s,
     )

@@ -121,14 +121,13 @@ class PrefixTree:
         """
         now = self.clock()
         self._order.expire(now)
-        node, num_pages = self._find(namespace, token_ids)
-        end = node.num_pages - len(node.own_page_ids) + num_pages
-        path = list(node.path_up())
-        num_unprotected = end - sum(len(each.own_page_ids) for each in path[1:] if each.protected_until)
-        if path and node.protected_until:
-            num_unprotected -= num_pages
-        end -= max(0, num_unprotected - max(0, self.max_protected - self._order.num_protected))
-        node = self._end_at(namespace, token_ids[: end * self._page_size])
+        node = self._end_at(namespace, token_ids)
+        num_new = sum(len(each.own_page_ids) for each in node.path_up() if not each.protected_until)
+        num_allowed = max(0, self.max_protected - self._order.num_protected)
+        if num_new > num_allowed:
+            # Unprotected pages end the path.
+            end = node.num_pages - num_new + num_allowed
+            node = self._end_at(namespace, token_ids[: end * self._page_size])
         self._order.protect(node.path_up(), until=now + seconds)
         return now + seconds
 

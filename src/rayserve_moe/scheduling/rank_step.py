@@ -49,7 +49,7 @@ class StepLimits:
     """Groups of layers with entries."""
     verify_rows: int = 0
     """Single tokens of a step without prompts, for sequences with drafts."""
-    ranks_sessions: bool = False
+    evicts_by_session: bool = False
     """True: pages of ended sessions and superseded branches leave first."""
     protected_share: float = 0.0
     """Share of a rank's pages that requests may protect."""

@@ -103,7 +103,7 @@ class Scheduler:
         for sequence in choices:
             sequence.group.choices = choices
             sequence.cache.namespace = self._namespace(request)
-            sequence.cache.owner = request.session if self._limits.ranks_sessions else None
+            sequence.cache.owner = request.session if self._limits.evicts_by_session else None
             sequence.evidence.probe = probe
             record_weights(sequence, self.weight_version)
         queue_by_priority(self.waiting, leader)
@@ -184,13 +184,7 @@ class Scheduler:
         """Release the pages of an ended sequence; whole pages stay cached until they are evicted."""
         assert sequence.finish is not None, "only ended sequences are released"
         self._give_up_pages(sequence)
-        cache, retention = sequence.cache, sequence.request.retention
-        for num_tokens, seconds in retention.protected if self._limits.protected_share else ():
-            token_ids = sequence.token_ids[: min(num_tokens, sequence.num_tokens)]
-            seconds = min(seconds, self._limits.max_protected_s)
-            self.ranks[sequence.data_rank].tree.protect(cache.namespace, token_ids, seconds=seconds)
-        if retention.ends_session and cache.owner is not None:
-            self.finish_session(cache.owner)
+        self._apply_retention(sequence)
         if self._is_private(sequence.request) and all(choice.finish for choice in sequence.group.choices):
             for rank in self.ranks:
                 rank.tree.clear(sequence.cache.namespace)
@@ -268,6 +262,16 @@ class Scheduler:
             else:
                 rank.cache_computed(sequence, num_known)
         rank.release_pages(sequence)
+
+    def _apply_retention(self, sequence: Sequence) -> None:
+        """Apply the hints of an ended sequence to its cached pages."""
+        cache, limits, retention = sequence.cache, self._limits, sequence.request.retention
+        for num_tokens, seconds in retention.protected if limits.protected_share else ():
+            token_ids = sequence.token_ids[: min(num_tokens, sequence.num_tokens)]
+            tree, seconds = self.ranks[sequence.data_rank].tree, min(seconds, limits.max_protected_s)
+            tree.protect(cache.namespace, token_ids, seconds=seconds)
+        if retention.ends_session and cache.owner is not None:
+            self.finish_session(cache.owner)
 
     def _protect_prompt(self, leader: Sequence) -> None:
         """Protect the cached prompt of a request whose other choices have no row yet."""

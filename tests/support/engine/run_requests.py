@@ -139,7 +139,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         page_groups=runner.served.pool.groups(way.num_pages),
         entry_groups=runner.served.pool.entry_groups(way.num_pages),
         verify_rows=max(shape.num_singles for shape in runner.served.shapes),
-        ranks_sessions=True,
+        evicts_by_session=True,
         protected_share=0.5,
         max_protected_s=3600.0,
     )

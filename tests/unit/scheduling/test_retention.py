@@ -179,7 +179,7 @@ def test_a_year_lasts_as_long_as_the_setting_allows():
 @pytest.mark.parametrize("is_on", [True, False])
 def test_settings_turn_sessions_and_protections_off(is_on):
     scheduler = Scheduler(
-        limits(ranks_sessions=is_on, protected_share=0.5 * is_on, max_protected_s=MAX_PROTECTED_S),
+        limits(evicts_by_session=is_on, protected_share=0.5 * is_on, max_protected_s=MAX_PROTECTED_S),
     )
     tree = scheduler.ranks[0].tree
     served(scheduler, "kept", retention=Retention(((64, YEAR_S),)))
