@@ -21,10 +21,10 @@ from tests.support.models.families import FAMILY_CASES, FamilyCase, write_family
 from tests.support.speculation.draft_checkpoints import with_prediction_layer
 from tests.support.speculation.random_requests import DRAFTS, PLAIN, SPECULATES, random_requests
 
-BEHIND = ("deepseek_v3-0", "glm4_moe-0", "deepseek_v32-0", "glm_moe_dsa-1", "bailing_hybrid-0")
+BEHIND = ("deepseek_v3-0", "glm4_moe-0", "deepseek_v32-0", "glm_moe_dsa-1")
 """The layer stands behind the last one, and is of its kind."""
-BESIDE = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0")
-"""The layer stands beside the decoder. It has full attention, also where the last layer is recurrent."""
+BESIDE = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0", "bailing_hybrid-0")
+"""The layer stands beside recurrent layers. It has full attention, also where the last layer is recurrent."""
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
@@ -72,8 +72,7 @@ def test_drafts_of_its_own_prediction_layer_do_not_show(
     way = replace(PLAIN, proposer=ModelProposer("drafts"), num_drafts=DRAFTS)
     found = run_together(engine.runner, engine.card, requests, way=way)
     assert found.keys() == plain.keys()
-    is_recurrent = case.name in (*BESIDE, "bailing_hybrid-0")
-    tolerance = RECURRENT_TOLERANCE if is_recurrent else LOGPROB_TOLERANCE
+    tolerance = LOGPROB_TOLERANCE if case.name in BEHIND else RECURRENT_TOLERANCE
     for key, outcome in plain.items():
         assert_same(found[key], outcome, routing=outcome.routing is not None, tolerance=tolerance)
 
