@@ -363,8 +363,7 @@ def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
 
     A visit reads a state, sums of decays, and its ring up to the cursor in tiles of tokens; the sums go back. With a
     decay per element of a key, sums lie in the ring. A piece reads a tile of tokens. A fold writes a state, and copies
-    a window. The code of a piece, of a core's first visits, of a visit, of a fold, of rows that are written together or
-    alone, and of sums is known by its copies. No read limits the code of rows alone without sums: their loop counts.
+    a window. The code of each is known by its copies; without sums the loop of rows that are written alone counts.
     """
     out, *pools = instruction.shapes
     value_row = out.num_bytes / out.dims[0]
