@@ -93,11 +93,14 @@ def test_sinks_and_latents_are_attended_where_they_lie(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v6e:2x4", "v5p:2x2x1"])
-def test_states_and_rings_are_advanced_where_they_lie(topology):
+@pytest.mark.parametrize(
+    ("model", "topology"),
+    [("qwen3.5-35b-a3b", "v6e:2x4"), ("qwen3.5-35b-a3b", "v5p:2x2x1"), ("kimi-linear-48b-a3b", "v6e:2x4")],
+)
+def test_states_and_rings_are_advanced_where_they_lie(model, topology):
     """Two periods of a hybrid model, with and without prompts."""
     settings = {"max_running_requests": 8, "max_step_tokens": 128, "page_size": 64}
-    case = case_of("qwen3.5-35b-a3b", topology, settings, num_layers=8)
+    case = case_of(model, topology, settings, num_layers=8)
     for program in check(case, names=("decode_8", "prefill_128")).programs:
         assert_sound(program)
         assert program.kernels["delta_rule"] == 6

@@ -18,10 +18,8 @@ from tests.compile.topologies import TOPOLOGY_OF_CHIP, text_of
 def test_it_compiles_and_copies_no_pool(chip: str, heads: tuple[int, ...]):
     compiled = compile_step(chip, heads)
     assert kernels_of(text_of(compiled)) == {"delta_rule": 1}
-    memory, of_tokens = (
-        compiled.memory_analysis(),
-        4 * TOKENS * WIDTH * (2 * heads[0] + 3 * heads[1] + heads[1] * (len(heads) > 2)),
-    )
+    rows = 2 * heads[0] + 3 * heads[1] + heads[1] * (len(heads) > 2)
+    memory, of_tokens = compiled.memory_analysis(), 4 * TOKENS * WIDTH * rows
     assert memory.alias_size_in_bytes >= sum(4 * pool.size for pool in shapes_of(*heads)[0])
     assert memory.temp_size_in_bytes < 4 * of_tokens, "tokens in float32, and no pool"
 

@@ -195,9 +195,9 @@ def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def with_common_keys(config: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the config with the common name of each key in `names`, which are by name in the family's files."""
-    return {**config, **{common: config[own] for own, common in names.items() if config.get(own) is not None}}
+def with_shared_keys(config: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the config with the names that families share; `names` are by the name in the family's files."""
+    return {**config, **{shared: config[own] for own, shared in names.items() if config.get(own) is not None}}
 
 
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -51,8 +51,11 @@ def rules_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Mapping[
 
     They are the family's CHECKPOINT_RULES, or the first of its OTHER_RULES if the tensors have these names.
     """
-    family, layer = family_of(config), spec_from_config(config).moe_layer_ids[0]
-    return fitting_rules((family.CHECKPOINT_RULES, *getattr(family, "OTHER_RULES", ())), names, layer=layer)
+    family, spec = family_of(config), spec_from_config(config)
+    layers = {"expert_gate": spec.moe_layer_ids[0]}
+    if dense := spec.layers_with_ffn("dense"):
+        layers["dense_gate"] = dense[0]
+    return fitting_rules((family.CHECKPOINT_RULES, *getattr(family, "OTHER_RULES", ())), names, layers=layers)
 
 
 def prediction_rules_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Mapping[str, str]:
@@ -62,13 +65,18 @@ def prediction_rules_of(config: Mapping[str, Any], names: Collection[str] = ()) 
     """
     family = family_of(config)
     if own := getattr(family, "PREDICTION_RULES", ()):
-        return fitting_rules(own, names, layer=0)
+        return fitting_rules(own, names, layers={"expert_gate": 0})
     tensors = PREDICTION_TENSORS | getattr(family, "PREDICTION_TENSORS", {})
     return prediction_rules(rules_of(config, names), spec_from_config(config).num_layers, tensors=tensors)
 
 
-def fitting_rules(candidates: Iterable[Mapping[str, str]], names: Collection[str], *, layer: int) -> Mapping[str, str]:
-    """Return the first rules by which `names` have an expert of `layer`, which has experts; else the first rules."""
+def fitting_rules(
+    candidates: Iterable[Mapping[str, str]], names: Collection[str], *, layers: Mapping[str, int]
+) -> Mapping[str, str]:
+    """Return the first rules by which `names` have the roles of `layers` in these layers; else the first rules."""
     first, *others = candidates
-    fitting = (rules for rules in others if rules["expert_down"].format(layer=layer, expert=0) in names)
-    return next(fitting, first)
+
+    def is_fitting(rules: Mapping[str, str]) -> bool:
+        return all(rules[role].format(layer=layer, expert=0) in names for role, layer in layers.items())
+
+    return next(filter(is_fitting, others), first)

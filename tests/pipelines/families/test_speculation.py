@@ -23,8 +23,8 @@ from tests.support.speculation.random_requests import DRAFTS, PLAIN, SPECULATES,
 
 BEHIND = ("deepseek_v3-0", "glm4_moe-0", "deepseek_v32-0", "glm_moe_dsa-1")
 """The layer stands behind the last one, and is of its kind."""
-BESIDE = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0")
-"""The layer stands beside the decoder. It has full attention, also where the last layer is recurrent."""
+BESIDE = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0", "bailing_hybrid-0")
+"""The layer stands beside recurrent layers. It has full attention, also where the last layer is recurrent."""
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 

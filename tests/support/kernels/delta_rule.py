@@ -92,7 +92,9 @@ CASES = {
     "one token": replace(SINGLES, chains=((64, 1),)),
     "padding alone": replace(SINGLES, chains=((0, 0),) * 3, num_cores=2),
     "tokens that are not finite": replace(DRAFTS, unsound=(1, 6, 12)),
-    "few by element": DeltaCase(((5, 1), (0, 0), (64, 1), (62, 4)), num_heads=2, num_key_heads=2, by_element=True),
+    "few by element": DeltaCase(
+        ((5, 1), (0, 0), (64, 1), (62, 4)), num_heads=3, num_key_heads=3, dtype="bfloat16", by_element=True
+    ),
     "singles by element": replace(SINGLES, by_element=True),
     "drafts by element in bfloat16 on two cores": replace(DRAFTS, by_element=True, dtype="bfloat16", num_cores=2),
     "prompts by element beside drafts": replace(
@@ -330,12 +332,24 @@ def a_ring_without_its_last_tile() -> None:
     delta_visits._num_tiles = lambda call, piece: jnp.maximum(num_tiles(call, piece) - 1, 0)
 
 
+def decays_that_stay() -> None:
+    """Sums of decays by element stay in the core's memory."""
+    writes = delta_visits._row_writes
+
+    def without_decays(*given: Any) -> Iterator[Any]:
+        yield from (copy for number, copy in enumerate(writes(*given)) if number != 2)
+
+    delta_visits._row_writes = without_decays
+
+
 FAULTS: dict[str, tuple[DeltaCase, Callable[[], None]]] = {
     "no wait for a visit": (SINGLES, no_wait_for_a_visit),
     "no wait for rows": (DRAFTS, no_wait_for_rows),
     "a visit that never ends": (SINGLES, a_visit_that_never_ends),
     "a visit into the buffer in use": (SINGLES, a_visit_into_the_buffer_in_use),
     "a ring without its last tile": (SINGLES, a_ring_without_its_last_tile),
+    "decays by element that stay": (replace(SINGLES, by_element=True), decays_that_stay),
+    "a ring by element without its last tile": (replace(SINGLES, by_element=True), a_ring_without_its_last_tile),
 }
 
 

@@ -801,10 +801,10 @@ def test_a_factor_of_null_follows_from_the_lengths():
     assert derived == given
 
 
-COMMON_KEYS = ("max_position_embeddings", "n_group", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok")
+SHARED_KEYS = ("max_position_embeddings", "n_group", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok")
 OTHER_KEYS = {
-    "kimi_linear": ("linear_attn_config", *COMMON_KEYS),
-    "bailing_hybrid": ("full_attention_interval", *COMMON_KEYS),
+    "kimi_linear": ("linear_attn_config", *SHARED_KEYS),
+    "bailing_hybrid": ("full_attention_interval", *SHARED_KEYS),
     "gemma4_text": ("per_layer_config", "global_head_dim"),
     "laguna": ("gating_types", "mlp_only_layers", "num_attention_heads_per_layer"),
     "mimo_v2_flash": ("hybrid_layer_pattern", "moe_layer_freq", "sliding_window_size", "swa_rope_theta"),

@@ -10,7 +10,7 @@ piece are multiplied element by element, with the difference of their logarithms
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ from jax.experimental import pallas as pl
 
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE
 from rayserve_moe.kernels.tpu.delta_call import Call
-from rayserve_moe.kernels.tpu.delta_products import dot, group_size, iota, lanes_of_group, solved
+from rayserve_moe.kernels.tpu.delta_products import by_pairs, dot, group_size, iota, lanes_of_group, solved
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 
-MAX_HEADS, MAX_FOLDED = 4, 4
+MAX_HEADS, MAX_FOLDED = 16, 4
 """Maximum number of heads whose products overlap, in a piece and in a fold."""
 
 
@@ -49,44 +49,64 @@ def multiply(call: Call, buffer: jax.Array, place: tuple[jax.Array, jax.Array], 
 
     def of_group(group: jax.Array, carry: None) -> None:
         betas_NM = lanes_of_group(beta_NM, group, size)
-        heads = [group * size + lane for lane in range(size)]
-        unsolved = [
-            _of_head(call, buffer, (head, betas_NM[:, lane : lane + 1]), place) for lane, head in enumerate(heads)
-        ]
-        for head, (out_Nv, fresh_Nv) in zip(heads, solved(unsolved), strict=True):
-            call.scratch.fresh_HCv[head, pl.ds(place[0], PIECE), :] = fresh_Nv
-            call.scratch.out_HNv[head] = out_Nv
+        _multiply_group(call, buffer, [group * size + lane for lane in range(size)], (betas_NM, *place))
 
     jax.lax.fori_loop(0, call.shape.num_heads // size, of_group, None)
 
 
-def _of_head(
-    call: Call, buffer: jax.Array, of: tuple[jax.Array, jax.Array], place: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the arguments of `delta_products.solved` of a head; `of` are its number and betas [N, 1]."""
-    scratch, (head, beta_N1), (start, known) = call.scratch, of, place
-    tile, is_past_C1 = pl.ds(start, PIECE), iota((CHUNK, 1), 0) < start
-    is_known_N1 = iota((PIECE, 1), 0) < known
-    decay_Cd, keys_Nd = scratch.decay_by_head[head], scratch.keys_KCd[head, tile, :]
-    total_Nd = scratch.decay_by_head[head, tile, :]
-    before_1d = scratch.decay_by_head[head, pl.ds(jnp.maximum(start - 1, 0), 1), :]
+class _Rows(NamedTuple):
+    """Queries and keys of a piece of a head, and what stands ahead of them."""
+
+    rows_Xd: jax.Array
+    total_Xd: jax.Array
+    """Sums of decays up to each row."""
+    near_Xd: jax.Array
+    """Rows times their decays since the piece's start."""
+    past_Cd: jax.Array
+    """Keys ahead of the piece times their decays up to its start."""
+
+
+def _rows_of(call: Call, head: jax.Array, start: jax.Array) -> _Rows:
+    scratch, tile = call.scratch, pl.ds(start, PIECE)
+    decay_HCd = scratch.decay_by_head
+    before_1d = decay_HCd[head, pl.ds(jnp.maximum(start - 1, 0), 1), :]
     before_1d = jnp.where(start > 0, before_1d, 0.0)
-    rows_Xd = jnp.concatenate([scratch.queries_KNd[head], keys_Nd])
-    total_Xd = jnp.concatenate([total_Nd, total_Nd])
-    past_Cd = jnp.where(is_past_C1, scratch.keys_KCd[head] * jnp.exp(before_1d - decay_Cd), 0.0)
-    seen_XC = dot(rows_Xd * jnp.exp(total_Xd - before_1d), past_Cd, (1, 1))
-    fresh_Cv = jnp.where(is_past_C1, scratch.fresh_HCv[head], 0.0)
-    sums_Xv = dot(rows_Xd * jnp.exp(total_Xd), scratch.state_BHdv[buffer, head], (1, 0))
-    sums_Xv = sums_Xv + dot(seen_XC, fresh_Cv, (1, 0))
-    own_XN = _own_scores(rows_Xd, total_Xd, keys_Nd, total_Nd)
-    out_Nv, said_Nv = jnp.split(sums_Xv, 2)
-    fresh_Nv = beta_N1 * (scratch.values_HNv[head] - said_Nv)
-    fresh_Nv = jnp.where(is_known_N1, scratch.fresh_HCv[head, tile, :], fresh_Nv)
-    ahead_NN = jnp.where(is_known_N1, 0.0, beta_N1 * own_XN[PIECE:])
-    return out_Nv, fresh_Nv, own_XN[:PIECE], ahead_NN
+    rows_Xd = jnp.concatenate([scratch.queries_KNd[head], scratch.keys_KCd[head, tile, :]])
+    total_Xd = jnp.concatenate([decay_HCd[head, tile, :]] * 2)
+    past_Cd = scratch.keys_KCd[head] * jnp.exp(before_1d - decay_HCd[head])
+    past_Cd = jnp.where(iota((CHUNK, 1), 0) < start, past_Cd, 0.0)
+    return _Rows(rows_Xd, total_Xd, rows_Xd * jnp.exp(total_Xd - before_1d), past_Cd)
 
 
-def _own_scores(rows_Xd: jax.Array, total_Xd: jax.Array, keys_Nd: jax.Array, total_Nd: jax.Array) -> jax.Array:
+def _multiply_group(
+    call: Call, buffer: jax.Array, heads: list[jax.Array], of: tuple[jax.Array, jax.Array, jax.Array]
+) -> None:
+    """Compute a group of heads; each step is taken for all of them. `of` are betas, and the place of `multiply`."""
+    scratch, dtype, (betas_NM, start, known) = call.scratch, call.shape.dtype, of
+    tile, is_known_N1 = pl.ds(start, PIECE), iota((PIECE, 1), 0) < known
+    is_past_C1 = iota((CHUNK, 1), 0) < start
+    of_heads = [_rows_of(call, head, start) for head in heads]
+    seen = by_pairs([each.near_Xd for each in of_heads], [each.past_Cd for each in of_heads], dtype, over=(1, 1))
+    of_states = by_pairs(
+        [each.rows_Xd * jnp.exp(each.total_Xd) for each in of_heads],
+        [scratch.state_BHdv[buffer, head] for head in heads],
+        dtype,
+    )
+    of_rings = by_pairs(seen, [jnp.where(is_past_C1, scratch.fresh_HCv[head], 0.0) for head in heads], dtype)
+    unsolved = []
+    for lane, head in enumerate(heads):
+        beta_N1, own_XN = betas_NM[:, lane : lane + 1], _own_scores(of_heads[lane])
+        out_Nv, said_Nv = jnp.split(of_states[lane] + of_rings[lane], 2)
+        fresh_Nv = beta_N1 * (scratch.values_HNv[head] - said_Nv)
+        fresh_Nv = jnp.where(is_known_N1, scratch.fresh_HCv[head, tile, :], fresh_Nv)
+        ahead_NN = jnp.where(is_known_N1, 0.0, beta_N1 * own_XN[PIECE:])
+        unsolved.append((out_Nv, fresh_Nv, own_XN[:PIECE], ahead_NN))
+    for head, (out_Nv, fresh_Nv) in zip(heads, solved(unsolved), strict=True):
+        scratch.fresh_HCv[head, tile, :] = fresh_Nv
+        scratch.out_HNv[head] = out_Nv
+
+
+def _own_scores(of: _Rows) -> jax.Array:
     """Return products of rows with keys of the piece and the decays between them.
 
     A query sees tokens up to its own, a key those before it.
@@ -94,10 +114,10 @@ def _own_scores(rows_Xd: jax.Array, total_Xd: jax.Array, keys_Nd: jax.Array, tot
     row_X1, column_N = iota((2 * PIECE, 1), 0), iota((1, PIECE), 1)
     own_XN = jnp.zeros((2 * PIECE, PIECE), jnp.float32)
     for token in range(PIECE):
-        one = slice(token, token + 1)
+        one = slice(PIECE + token, PIECE + token + 1)
         # Behind a token, where nothing is seen, differences are positive and may overflow.
-        decay_Xd = jnp.exp(jnp.minimum(total_Xd - total_Nd[one], 0.0))
-        score_X1 = jnp.sum(rows_Xd * keys_Nd[one] * decay_Xd, axis=1, keepdims=True)
+        decay_Xd = jnp.exp(jnp.minimum(of.total_Xd - of.total_Xd[one], 0.0))
+        score_X1 = jnp.sum(of.rows_Xd * of.rows_Xd[one] * decay_Xd, axis=1, keepdims=True)
         own_XN = jnp.where(column_N == token, score_X1, own_XN)
     token_X1 = jnp.where(row_X1 < PIECE, row_X1, row_X1 - PIECE - 1)
     return jnp.where(column_N <= token_X1, own_XN, 0.0)

@@ -94,7 +94,7 @@ def _multiply_group(
         for lane, head in enumerate(heads)
     ]
     rings = [jnp.where(reach.is_past_C1, scratch.fresh_HCv[head], 0.0) for head in heads]
-    of_rings = _by_rings([each[:, :CHUNK] for each in weights], rings, dtype)
+    of_rings = by_pairs([each[:, :CHUNK] for each in weights], rings, dtype)
     unsolved = []
     for lane, head in enumerate(heads):
         seen_XR, to_state_N1 = weights[lane], jnp.exp(totals[lane])
@@ -178,23 +178,28 @@ def _by_states(rows_Xd: jax.Array, states: list[jax.Array]) -> list[jax.Array]:
     return jnp.split(products, len(states), axis=1)
 
 
-def _by_rings(weights: list[jax.Array], rings: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
-    """Return the products of the weights of each head with its fresh values, both in float32."""
+def by_pairs(
+    rows: list[jax.Array], others: list[jax.Array], dtype: jax.typing.DTypeLike, *, over: tuple[int, int] = (1, 0)
+) -> list[jax.Array]:
+    """Return the product of the rows of each head with another array of the head, both in float32.
+
+    `over` are the dimensions that are summed over, as for `dot`.
+    """
     if dtype == jnp.float32:
-        return [dot(*each, (1, 0)) for each in zip(weights, rings, strict=True)]
-    found = []
-    for first in range(0, len(weights), 2):
+        return [dot(*each, over) for each in zip(rows, others, strict=True)]
+    found, kept = [], 1 - over[1]
+    for first in range(0, len(rows), 2):
         # A matrix unit is as wide as two heads; each row needs one of them.
         pair = slice(first, first + 2)
-        rows_XC, size = jnp.concatenate(weights[pair]), len(weights[0])
-        num_rows, rows = len(rows_XC), _parts(rows_XC)
+        joined, size, width = jnp.concatenate(rows[pair]), len(rows[0]), others[0].shape[kept]
+        num_rows, parts = len(joined), _parts(joined)
         high, middle, low = (
-            dot(jnp.concatenate(rows[: 3 - each]), part_Cv, (1, 0))
-            for each, part_Cv in enumerate(_parts(jnp.concatenate(rings[pair], axis=1)))
+            dot(jnp.concatenate(parts[: 3 - each]), part, over)
+            for each, part in enumerate(_parts(jnp.concatenate(others[pair], axis=kept)))
         )
         of_small = high[2 * num_rows :] + middle[num_rows:] + low
         sums = high[:num_rows] + ((high[num_rows : 2 * num_rows] + middle[:num_rows]) + of_small)
-        found += [sums[each * size :][:size, each * LANES : (each + 1) * LANES] for each in range(len(weights[pair]))]
+        found += [sums[each * size :][:size, each * width : (each + 1) * width] for each in range(len(rows[pair]))]
     return found
 
 

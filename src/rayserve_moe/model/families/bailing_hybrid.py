@@ -22,7 +22,7 @@ from rayserve_moe.model.config_values import (
     flag_of,
     integer_of,
     refuse_other_values,
-    with_common_keys,
+    with_shared_keys,
 )
 from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
@@ -54,7 +54,7 @@ CHECKPOINT_RULES = {
     "kda_z": _ATTENTION + "g_proj.weight",
     "selection_bias": _LAYER + "mlp.gate.expert_bias",
 }
-_COMMON_KEYS = {
+_SHARED_KEYS = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",
@@ -70,7 +70,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
     Raises: UnsupportedModelError with a key and its value if the family does not support it.
     """
-    config = {"q_lora_rank": None, "full_attention_interval": 6, **with_common_keys(config, _COMMON_KEYS)}
+    config = {"q_lora_rank": None, "full_attention_interval": 6, **with_shared_keys(config, _SHARED_KEYS)}
     refuse_other_values(
         config,
         "bailing_hybrid",

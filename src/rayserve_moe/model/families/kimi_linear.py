@@ -20,7 +20,7 @@ from rayserve_moe.model.config_values import (
     object_of,
     refuse_contradiction,
     refuse_other_values,
-    with_common_keys,
+    with_shared_keys,
 )
 from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.spec import ModelSpec, UnsupportedModelError
@@ -53,7 +53,7 @@ CHECKPOINT_RULES = {
 }
 OTHER_RULES = (CHECKPOINT_RULES | moved(DENSE_MLP, _LAYER + "mlp.", _EXPERTS),)
 """transformers writes dense layers like those with experts."""
-_COMMON_KEYS = {
+_SHARED_KEYS = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",
@@ -67,7 +67,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
     Raises: UnsupportedModelError with a key and its value if the family does not support it.
     """
-    config = _flattened({"q_lora_rank": None, **with_common_keys(config, _COMMON_KEYS)})
+    config = _flattened({"q_lora_rank": None, **with_shared_keys(config, _SHARED_KEYS)})
     refuse_other_values(
         config,
         "kimi_linear",
@@ -106,7 +106,7 @@ def _flattened(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config with the keys of its `linear_attn_config`, whose layers count from 1, among its own."""
     linear, num_layers = object_of(config, "linear_attn_config"), integer_of(config, "num_hidden_layers")
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
-    sizes = with_common_keys(linear, {**names, "short_conv_kernel_size": "linear_conv_kernel_dim"})
+    sizes = with_shared_keys(linear, {**names, "short_conv_kernel_size": "linear_conv_kernel_dim"})
     found = {**config, **{key: value for key, value in sizes.items() if key.startswith("linear_")}}
     if config.get("layer_types") is not None:
         return found

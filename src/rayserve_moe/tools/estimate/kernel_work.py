@@ -361,25 +361,26 @@ def _chosen_attention(instruction: Instruction, operands: list[Instruction], spa
 def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
     """Count what a visit, a piece and a token read and write, and folds.
 
-    A visit reads a state, sums of decays, and its ring up to the cursor in tiles of tokens; the sums go back. A piece
-    reads a tile of tokens. A fold writes a state, and copies a window. The code of a piece, of a core's first visits,
-    of a visit, of a fold, of rows that are written together or alone, and of sums is known by its copies.
+    A visit reads a state, sums of decays, and its ring up to the cursor in tiles of tokens; the sums go back. With a
+    decay per element of a key, sums lie in the ring. A piece reads a tile of tokens. A fold writes a state, and copies
+    a window. The code of each is known by its copies; without sums the loop of rows that are written alone counts.
     """
     out, *pools = instruction.shapes
     value_row = out.num_bytes / out.dims[0]
     state, window, keys, _, decays, inputs = (pool.num_bytes / pool.dims[0] for pool in pools)
-    key_row, input_row = keys / CHUNK, inputs / WINDOW_ROWS
+    key_row, input_row, by_element = keys / CHUNK, inputs / WINDOW_ROWS, len(pools[4].dims) == 4
+    ring_row, sums = (key_row + value_row + decays / CHUNK, 0.0) if by_element else (key_row + value_row, decays)
     num_pieces, num_tokens = work.num_singles + work.num_blocks, work.num_singles + PIECE * work.num_blocks
-    of_visit = state + 2 * decays + work.ring_tokens * (key_row + value_row)
-    of_piece = PIECE * (2 * key_row + value_row)
-    of_token = key_row + 2 * value_row + 2 * input_row
+    of_visit = state + 2 * sums + work.ring_tokens * ring_row
+    of_piece = PIECE * (key_row + ring_row)
+    of_token = ring_row + value_row + 2 * input_row
     num_bytes = work.num_visits * of_visit + num_pieces * of_piece + num_tokens * of_token
     num_bytes += work.num_folds * (state + 2 * window)
     tiles, share = work.ring_tokens / TILE, work.num_singles / num_pieces
     # Loops over tiles begin a core's first visit, and its second, wait for a visit, sort it, and begin a later one.
     # Loops that wait for writes stand ahead of a fold and at the end, those of rows that are written alone inside them,
     # ahead of the writes of a piece, and around them.
-    waits = (2.0, share, 2.0)
+    waits = (2.0, share) if by_element else (2.0, share, 2.0)
     size, row = int(state), int(value_row)
     runs = (
         (size, True, True, num_pieces),
@@ -387,13 +388,13 @@ def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
         (size, True, False, work.num_visits),
         (size, False, True, work.num_folds),
         (PIECE * row, False, True, work.num_blocks),
-        (row, False, True, work.num_singles),
-        (row, False, True, work.num_visits),
     )
+    if not by_element:
+        runs = (*runs, (row, False, True, work.num_singles), (row, False, True, work.num_visits))
     return KernelWork(
         num_bytes,
         (),
         visits=work.num_visits,
-        trips_each=(*[tiles] * 5, *waits, share, 1.0, *waits),
+        trips_each=(*[tiles] * 5, *waits, share, share if by_element else 1.0, *waits),
         region_runs=tuple(RegionRuns(of, reads=reads, writes=writes, runs=count) for of, reads, writes, count in runs),
     )
