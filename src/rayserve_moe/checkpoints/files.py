@@ -223,7 +223,7 @@ def _with_quantization(
 def _read_json(file: AnyFile, reach: Reach) -> dict[str, Any]:
     try:
         with opened_anywhere(file, reach) as given:
-            return json_object_of(given)
+            return json_object_of(given, allows_infinity=file.name == CONFIG_FILE)
     except GivenFileError as error:
         raise CheckpointError(f"{file}: {error}") from error
 

@@ -152,33 +152,34 @@ def opened(file: Path, reach: Reach = ANYWHERE) -> Generator[GivenFile]:
         os.close(descriptor)
 
 
-def read_json_object(file: Path, reach: Reach = ANYWHERE) -> dict[str, Any]:
-    """Parse a file that holds a JSON object.
+def read_json_object(file: Path, reach: Reach = ANYWHERE, *, allows_infinity: bool = False) -> dict[str, Any]:
+    """Parse a file that holds a JSON object; see `parse_json_object`.
 
     Raises: GivenFileError if the file is unreadable or is not a strict JSON object.
     """
     with opened(file, reach) as given:
-        return json_object_of(given)
+        return json_object_of(given, allows_infinity=allows_infinity)
 
 
-def json_object_of(given: ReadableFile) -> dict[str, Any]:
-    """Parse an open file that holds a JSON object.
+def json_object_of(given: ReadableFile, *, allows_infinity: bool = False) -> dict[str, Any]:
+    """Parse an open file that holds a JSON object; see `parse_json_object`.
 
     Raises: GivenFileError if it is too large or is not a strict JSON object.
     """
     if given.num_bytes > MAX_JSON_BYTES:
         raise GivenFileError(f"{given.num_bytes} bytes of JSON are more than {MAX_JSON_BYTES}")
-    return parse_json_object(given.read(given.num_bytes))
+    return parse_json_object(given.read(given.num_bytes), allows_infinity=allows_infinity)
 
 
-def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object.
+def parse_json_object(raw: bytes, *, allows_infinity: bool = False) -> dict[str, Any]:
+    """Parse a JSON object; `allows_infinity` also reads `Infinity`, which published configs of Nemotron-3 have.
 
     Raises: GivenFileError if the bytes are not a strict JSON object.
     """
     try:
+        constant = _infinity_alone if allows_infinity else _refuse_constant
         parsed = json.loads(
-            raw, parse_constant=_refuse_constant, parse_float=_finite_number, object_pairs_hook=_object_of_pairs
+            raw, parse_constant=constant, parse_float=_finite_number, object_pairs_hook=_object_of_pairs
         )
     except RecursionError as error:
         raise GivenFileError("not readable as JSON: nested too deeply") from error
@@ -201,6 +202,10 @@ def _reason(error: Exception) -> str:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _infinity_alone(name: str) -> float:
+    return math.inf if name == "Infinity" else _refuse_constant(name)
 
 
 def _finite_number(text: str) -> float:

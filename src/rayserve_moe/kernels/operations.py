@@ -12,7 +12,7 @@ import jax
 from rayserve_moe.kernels import kv_pool
 from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation
 from rayserve_moe.kernels.reference import device_sums as reference_sums
-from rayserve_moe.kernels.reference import expert_products, gated_delta, layers
+from rayserve_moe.kernels.reference import expert_products, gated_delta, layers, short_conv
 from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels
 from rayserve_moe.kernels.row_blocks import ByRows, at_once
 from rayserve_moe.kernels.tpu import low_latency_dispatch
@@ -108,8 +108,8 @@ class SamplingKernels:
 class RecurrenceKernels:
     """Layers with a recurrent state."""
 
-    short_conv: Kernel = gated_delta.short_conv
-    """`gated_delta.short_conv`."""
+    short_conv: Kernel = short_conv.short_conv
+    """`short_conv.short_conv`."""
     advance: Operation = ADVANCE
     """`gated_delta.advance`."""
     advance_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None

@@ -165,8 +165,12 @@ def prediction_rules(
     """Return tensor names by role of a prediction layer, by the rules of its family.
 
     `tensors` are the ends of the names that an ordinary layer lacks.
+
+    Raises: UnsupportedModelError for a family whose layers have other names.
     """
     prefix = rules["attention_norm"].removesuffix("input_layernorm.weight")
+    if prefix == rules["attention_norm"]:
+        raise UnsupportedModelError("the prediction layer of this family is not read (speculative_algorithm NEXTN)")
     own = {role: prefix + end for role, end in tensors.items()}
     return {role: name.replace("{layer}", str(layer)) for role, name in {**rules, **own}.items()}
 

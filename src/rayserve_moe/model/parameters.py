@@ -39,7 +39,7 @@ def parameter_specs(
         norm = _norm(spec, "attention_norm", dtype, spec.layers_with_mixer(mixer.kind))
         parameters = MIXERS[mixer.kind].parameters(mixer, spec, dtype=dtype, tensor_size=tensor_size)
         tree[mixer.kind] = {"norm_LD": norm} | parameters
-    tree["mlp_norm"] = {"scale": _norm(spec, "mlp_norm", dtype, spec.ffn_layer_ids)}
+    tree["mlp_norm"] = {"scale": _norm(spec, "mlp_norm", dtype, spec.layers_with_ffn())}
     layers = tuple(range(spec.num_layers))
     if spec.has_post_norms:
         tree["post_norms"] = {

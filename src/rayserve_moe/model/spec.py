@@ -282,11 +282,6 @@ class ModelSpec:
         return any(layer.has_scalar for layer in self.layers)
 
     @property
-    def ffn_layer_ids(self) -> tuple[int, ...]:
-        """Return the layers with a feed-forward network, ascending."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.ffn != NO_PART)
-
-    @property
     def exchanged_width(self) -> int:
         """Return the width of the rows that experts read and write."""
         return self.experts.latent_size or self.hidden_size
@@ -304,9 +299,9 @@ class ModelSpec:
         """Return the ids of the layers with a kind of mixer, ascending."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.mixer == kind)
 
-    def layers_with_ffn(self, ffn: str) -> tuple[int, ...]:
-        """Return the ids of the layers with a kind of feed-forward network, ascending."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.ffn == ffn)
+    def layers_with_ffn(self, ffn: str = "") -> tuple[int, ...]:
+        """Return the ids of the layers with a kind of feed-forward network, or with any, ascending."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.ffn == ffn or (layer.ffn != NO_PART and not ffn))
 
     @property
     def routing_layout(self) -> RoutingLayout:

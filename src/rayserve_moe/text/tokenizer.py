@@ -208,7 +208,7 @@ def _config_of(directory: Path) -> PreTrainedConfig | None:
     A full config is not parsed: transformers would reject values that do not concern the tokenizer.
     """
     try:
-        config = read_json_object(directory / "config.json")
+        config = read_json_object(directory / "config.json", allows_infinity=True)
     except GivenFileError:
         return None
     kind, named = config.get("model_type"), config.get("tokenizer_class")

@@ -40,7 +40,7 @@ def _remote_config(model: str) -> dict[str, Any]:
 def _local_config(model: str) -> dict[str, Any]:
     path = PRESETS / f"{model}.json" if model in preset_names() else Path(model).expanduser() / CONFIG_FILE
     try:
-        return read_json_object(path)
+        return read_json_object(path, allows_infinity=True)
     except GivenFileError as error:
         if path.exists():
             raise PresetError(f"{path}: {error}") from error

@@ -19,9 +19,8 @@ from rayserve_moe.kernels.reference.gated_delta import (
     RowEntries,
     advance,
     cut_pieces,
-    find_history,
-    short_conv,
 )
+from rayserve_moe.kernels.reference.short_conv import find_history, short_conv
 
 HEADS, KEY_HEADS, WIDTH, TAPS = 4, 2, 8, 4
 CHANNELS = 2 * WIDTH + HEADS // KEY_HEADS * WIDTH

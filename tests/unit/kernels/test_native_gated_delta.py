@@ -282,13 +282,13 @@ def test_a_piece_outside_the_step_or_the_pools_is_refused(own, changes):
     weights, _ = program_of(own, CPU_NATIVE, "bfloat16", 8)
     kernel = partial(delta_call.advance_layer, gates=GateRule())
     kernel = partial(mamba2_call.advance_layer, min_step=0.0) if isinstance(own, Mamba2) else kernel
-    hidden = jnp.zeros((8, WIDTH), jnp.bfloat16)
+    hidden, pools = jnp.zeros((8, WIDTH), jnp.bfloat16), empty_pools(own)
 
     def run(values: dict[str, int]) -> np.ndarray:
         row, start, known, count, token, own, source, base = (jnp.array([values[name]], jnp.int32) for name in SOUND)
         pieces = Pieces(row, start, known, count, token, RowEntries(own, source, base))
         step = jax.jit(partial(kernel, layer=jnp.int32(LAYER), eps=1e-6))
-        return np.asarray(step(hidden, weights, empty_pools(own), pieces)[0])
+        return np.asarray(step(hidden, weights, pools, pieces)[0])
 
     assert np.isfinite(run(SOUND)).all()
     with pytest.raises(jax.errors.JaxRuntimeError, match="outside the step or the pools"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayserve_moe.model.draft_spec import AUX_KEY, DraftSpec, draft_parameters, eagle_spec, prediction_spec
-from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.family_table import prediction_rules_of, spec_from_config
 from rayserve_moe.model.spec import UnsupportedModelError
 from tests.support.models.core import CORE_CONFIG
 from tests.support.models.families import FAMILY_CASES, config_of
@@ -59,6 +59,12 @@ def test_words_are_the_target_s_unless_files_map_them():
 def test_other_heads_are_refused_by_name(config: dict[str, Any], named: str):
     with pytest.raises(UnsupportedModelError, match=named):
         head_of(**config)
+
+
+def test_a_prediction_layer_under_other_names_is_refused():
+    config = config_of(next(case for case in FAMILY_CASES if case.name == "nemotron_h-0"))
+    with pytest.raises(UnsupportedModelError, match="prediction layer of this family is not read"):
+        prediction_rules_of(config)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-1"])

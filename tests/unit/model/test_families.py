@@ -235,11 +235,10 @@ KNOBS = {
         "experts.shared_size": 48,
         "experts.latent_size": 0,
         "moe_layer_ids": (1, 4, 6, 9),
-        "ffn_layer_ids": (1, 4, 6, 9),
         "router.scale": 2.5,
         "norm_eps": 1e-5,
     },
-    "nemotron_h-1": {"dense": (1,), "ffn_layer_ids": (1, 4), "exchanged_width": 24, "mamba2.num_taps": 3},
+    "nemotron_h-1": {"dense": (1,), "moe_layer_ids": (4,), "exchanged_width": 24, "mamba2.num_taps": 3},
     "nemotron_h-2": {"mamba2.conv_bias": False, "mamba2.num_key_heads": 4, "mamba2.min_step": 0.001, "norm_eps": 1e-3},
     "granitemoe-2": {"mixer.score_scale": 1.0, "experts.layout": "fused_out_in"},
 }

@@ -76,7 +76,7 @@ def test_norms_ahead_of_networks_are_counted_over_the_layers_that_have_one(layer
                 place = decoder_layers.place_of(run, index, jnp.int32(number))
                 assert place.layer == layer
                 if kind.ffn != NO_PART:
-                    assert spec.ffn_layer_ids[int(place.of_norm)] == layer
+                    assert spec.layers_with_ffn()[int(place.of_norm)] == layer
                 if kind.mixer != NO_PART:
                     assert spec.layers_with_mixer("gqa")[int(place.of_mixer)] == layer
 

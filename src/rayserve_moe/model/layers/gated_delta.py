@@ -21,13 +21,12 @@ from rayserve_moe.kernels.reference.gated_delta import (
     WINDOW_ROWS,
     DeltaPools,
     DeltaTokens,
-    History,
     Pieces,
     RowEntries,
     cut_pieces,
-    find_history,
 )
 from rayserve_moe.kernels.reference.layers import project, rms_norm
+from rayserve_moe.kernels.reference.short_conv import History, find_history
 from rayserve_moe.model.layers.kinds import LayerInputs, Mixer
 from rayserve_moe.model.model_config import ModelConfig, Pools
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec

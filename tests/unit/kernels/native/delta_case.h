@@ -61,9 +61,11 @@ inline double delta_decay(const DeltaLayer& l, double x, double rate) {
 inline double silu(double x) { return x / (1 + std::exp(-x)); }
 
 // Convolved channels of token `t` of a sequence of projections, rounded.
-inline Exact delta_mixed(const DeltaLayer& l, const std::vector<Exact>& rows, int64_t t, const Numbers& taps) {
+inline Exact delta_mixed(const DeltaLayer& l, const std::vector<Exact>& rows, int64_t t, const Numbers& taps,
+                         const Numbers& bias = {}) {
   Exact out(rows[t].size());
   for (size_t i = 0; i < out.size(); ++i) {
+    if (!bias.empty()) out[i] = value_of(bias[i]);
     for (int64_t tap = 0; tap < l.taps; ++tap)
       if (const int64_t at = t - (l.taps - 1) + tap; at >= 0) out[i] += rows[at][i] * value_of(taps[tap * out.size() + i]);
     out[i] = value_of(rounded(silu(out[i])));
@@ -127,17 +129,11 @@ inline void cut(std::vector<native::DeltaPiece>& pieces, int32_t row, int32_t fi
   }
 }
 
-inline void gated_delta(Case c, const DeltaLayer& l, const std::vector<int32_t>& lengths, int32_t num_single) {
-  const DeltaNumbers w(c, l);
+// Compares a kernel of a layer with its rule, over prompts of these lengths and single tokens behind them.
+template <class Advance, class Rule>
+inline void check_rows(Case& c, const DeltaLayer& l, const std::vector<int32_t>& lengths, int32_t num_single,
+                       Advance&& advance, Rule&& rule) {
   const int64_t rows = int64_t(lengths.size()), d = l.key_width, v = l.value_width;
-  const Numbers q = packed(w.q, l.width, l.q_width()), k = packed(w.k, l.width, l.q_width()),
-                values = packed(w.v, l.width, l.v_width()), z = packed(w.z, l.rank ? l.rank : l.width, l.v_width()),
-                b = packed(w.b, l.width, l.heads()), a = packed(w.a, l.rank ? l.rank : l.width, l.heads() * l.decays),
-                a_in = packed(w.a_in, l.width, l.rank), z_in = packed(w.z_in, l.width, l.rank),
-                o = packed(w.o, l.v_width(), l.width);
-  const native::DeltaWeights weights{q.data(), k.data(), values.data(), z.data(), b.data(), a.data(), o.data(),
-                                     w.q_taps.data(), w.k_taps.data(), w.v_taps.data(), w.log_decay.data(),
-                                     w.decay_bias.data(), w.norm.data(), a_in.data(), z_in.data()};
   const float nan = std::nanf("");
   std::vector<float> state((1 + rows) * l.heads() * d * v, nan), window((1 + rows) * (l.taps - 1) * l.key_heads * l.channels(), nan);
   std::fill_n(state.begin(), l.heads() * d * v, 0.0f);
@@ -155,7 +151,7 @@ inline void gated_delta(Case c, const DeltaLayer& l, const std::vector<int32_t>&
     const native::DeltaShapes shapes{tokens, l.width, l.heads(), l.key_heads, d, v, l.taps, 1 + rows, rows, int64_t(pieces.size()), 1e-6f,
                                      l.decays, l.rank, l.floor, l.rounds, l.has_sigmoid};
     if (!native::are_in_pools(shapes, pieces.data())) ++num_wrong, std::printf("%s %d: pieces are refused\n", c.name, c.number);
-    native::delta_layer(shapes, weights, pools, stream.data(), pieces.data(), out.data());
+    advance(shapes, pools, stream.data(), pieces.data(), out.data());
     for (const auto& p : pieces)
       found[p.row].insert(found[p.row].end(), out.begin() + p.token * l.width, out.begin() + (p.token + p.count) * l.width);
   };
@@ -170,8 +166,25 @@ inline void gated_delta(Case c, const DeltaLayer& l, const std::vector<int32_t>&
   }
   for (int64_t row = 0; row < rows; ++row) {
     std::vector<Exact> states;
-    const Exact expected = delta_rule(l, w, hidden[row].data(), lengths[row] + num_single, states);
-    c.compare("outputs of gated delta", found[row], expected, 1e-2);
-    if (states.size() > 1) c.compare("state of gated delta", state.data() + (1 + row) * l.heads() * d * v, states.back(), 1e-2);
+    const Exact expected = rule(hidden[row].data(), lengths[row] + num_single, states);
+    c.compare("outputs of a recurrent layer", found[row], expected, 1e-2);
+    if (states.size() > 1) c.compare("state of a recurrent layer", state.data() + (1 + row) * l.heads() * d * v, states.back(), 1e-2);
   }
+}
+
+inline void gated_delta(Case c, const DeltaLayer& l, const std::vector<int32_t>& lengths, int32_t num_single) {
+  const DeltaNumbers w(c, l);
+  const Numbers q = packed(w.q, l.width, l.q_width()), k = packed(w.k, l.width, l.q_width()),
+                values = packed(w.v, l.width, l.v_width()), z = packed(w.z, l.rank ? l.rank : l.width, l.v_width()),
+                b = packed(w.b, l.width, l.heads()), a = packed(w.a, l.rank ? l.rank : l.width, l.heads() * l.decays),
+                a_in = packed(w.a_in, l.width, l.rank), z_in = packed(w.z_in, l.width, l.rank),
+                o = packed(w.o, l.v_width(), l.width);
+  const native::DeltaWeights weights{q.data(), k.data(), values.data(), z.data(), b.data(), a.data(), o.data(),
+                                     w.q_taps.data(), w.k_taps.data(), w.v_taps.data(), w.log_decay.data(),
+                                     w.decay_bias.data(), w.norm.data(), a_in.data(), z_in.data()};
+  check_rows(
+      c, l, lengths, num_single,
+      [&](const native::DeltaShapes& shapes, const native::DeltaPools& pools, const bf16* stream,
+          const native::DeltaPiece* pieces, float* out) { native::delta_layer(shapes, weights, pools, stream, pieces, out); },
+      [&](const bf16* hidden, int64_t tokens, std::vector<Exact>& states) { return delta_rule(l, w, hidden, tokens, states); });
 }

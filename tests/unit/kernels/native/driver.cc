@@ -14,6 +14,7 @@
 #include "experts.h"
 #include "index_case.h"
 #include "latent_case.h"
+#include "mamba2_case.h"
 
 namespace {
 
@@ -251,6 +252,10 @@ int main(int, char** arguments) {
     for (const auto& lengths : {std::vector<int32_t>{1}, {5, 64}, {70, 3, 130}})
       for (int32_t num_single : {0, 3, 62})
         cases.push_back([=](int i) { gated_delta({"gated delta", i, std::mt19937(i)}, layer, lengths, num_single); });
+  for (const DeltaLayer& layer : {DeltaLayer{2, 3, 20, 7, 4, 34}, {1, 2, 64, 48, 8, 64}, {2, 2, 16, 64, 3, 10}})
+    for (const auto& lengths : {std::vector<int32_t>{1}, {70, 3, 130}})
+      for (int32_t num_single : {3, 62})
+        cases.push_back([=](int i) { mamba2({"mamba2", i, std::mt19937(i)}, layer, lengths, num_single); });
   std::vector<int> chosen;
   for (int i = 0; i < int(cases.size()); ++i)
     if (i < num_cheap || i % stride == 0) chosen.push_back(i);
