@@ -52,6 +52,8 @@ class Op:
     """Waits of a kernel that nothing hides."""
     visits: float = 1.0
     """Copies of a kernel that follow each other; of decode attention, sequences."""
+    num_ahead: int = 1
+    """Copies of visits that are on their way at a time: these wait together."""
     matrix_ops: float = 0.0
     """Instructions of a core's matrix units."""
     num_peers: int = 1
@@ -160,6 +162,7 @@ class ProgramReader:
                 lead_bundles=lead_bundles if is_kernel else 0.0,
                 num_waits=spent.num_waits if is_kernel else 0,
                 visits=(kernel.visits if kernel else 0.0) / share or spent.visits,
+                num_ahead=kernel.num_ahead if kernel else 1,
                 matrix_ops=spent.matrix_ops,
             )
         ]
