@@ -259,8 +259,9 @@ _CONSTANT = re.compile(r"^(-?\d+)\)")
 def trips_of(program: ProgramText, loop: Instruction, *, beside: dict[str, Instruction]) -> int:
     """Return the trips of a `while` with a constant number; of any other, the trips until its counter is 1.
 
-    Loops without a constant run rounds of an exchange. Even routing needs a single round, so a loop that counts from 1
-    has no trips. `beside` holds the instructions of the loop's computation by name.
+    Loops without a constant run rounds of an exchange, or adjust logits. Even routing needs a single round, and few
+    requests have penalties or biases, so a loop that counts from 1 has no trips. `beside` holds the instructions of the
+    loop's computation by name.
     """
     trips = program.trips(loop)
     return trips if trips is not None else max(0, 1 - _counts_from(program, loop, beside))
