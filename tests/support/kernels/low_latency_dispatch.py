@@ -318,23 +318,25 @@ def no_wait_for_weights() -> None:
     low_latency_dispatch.next_weights = wrong
 
 
+def copy_as_soon_as_begun() -> None:
+    """Have copies made when they begin: the interpreter else makes none that nothing waits for."""
+    dispatch = low_latency_dispatch.dispatch_experts
+    low_latency_dispatch.dispatch_experts = lambda *arguments, interpret, **sizes: dispatch(
+        *arguments, interpret=replace(interpret, dma_execution_mode="eager"), **sizes
+    )
+
+
 def early_weights_never_waited_for() -> None:
-    """Weights that are read early are overwritten on their way if the first slot has no rows.
-
-    A copy that nothing waits for is made only if copies are made as soon as they begin.
-    """
-    dispatch, go_on = low_latency_dispatch.dispatch_experts, low_latency_dispatch.go_on_with_weights
-    first_copies = dispatch_weights._first_copies
-
-    def eager(*arguments, interpret, **sizes) -> jax.Array:
-        return dispatch(*arguments, interpret=replace(interpret, dma_execution_mode="eager"), **sizes)
+    """Weights that are read early are overwritten on their way if the first slot has no rows."""
+    go_on, first_copies = low_latency_dispatch.go_on_with_weights, dispatch_weights._first_copies
+    copy_as_soon_as_begun()
 
     def wrong(*arguments) -> None:
         dispatch_weights._first_copies = lambda *place: [Unawaited(copy) for copy in first_copies(*place)]
         go_on(*arguments)
         dispatch_weights._first_copies = first_copies
 
-    low_latency_dispatch.dispatch_experts, low_latency_dispatch.go_on_with_weights = eager, wrong
+    low_latency_dispatch.go_on_with_weights = wrong
 
 
 @dataclass(frozen=True)
@@ -353,6 +355,7 @@ class Unawaited:
 def early_weights_read_again() -> None:
     """The first slot's weights are begun once more when its rows are known."""
     go_on = low_latency_dispatch.go_on_with_weights
+    copy_as_soon_as_begun()
     low_latency_dispatch.go_on_with_weights = lambda *arguments: go_on(*arguments[:-1], 0)
 
 

@@ -37,6 +37,7 @@ from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
 from rayserve_moe.kernels.reference.activations import activate
 from rayserve_moe.kernels.reference.expert_products import LayerExperts
 from rayserve_moe.kernels.tpu.dispatch_rows import (
+    arrive,
     as_words,
     count_slots,
     device_of,
@@ -141,6 +142,7 @@ def _kernel(*given: Any, sizes: DispatchSizes) -> None:
     of_core, me = sizes.of_core, my_rank(sizes)
     refs.tables.first_s[0] = refs.operands.first_1[0] + core * of_core.num_slots
     begin_weights(refs, of_core, sizes.num_early)
+    arrive(of_core, me)
     refs.tables.own_TK[...] = jnp.full(refs.tables.own_TK.shape, -1, jnp.int32)
     refs.tables.own_TK[pl.ds(0, sizes.num_tokens), :] = slots_of_core(refs.operands.slots_TK[...], core, sizes)
     num_early, sizes = sizes.num_early, of_core
@@ -175,7 +177,7 @@ def _tell_counts(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
     refs.tables.places[...] = places_TL
     places = pltpu.make_async_copy(refs.tables.places, refs.tables.places_s, refs.semaphores.counted.at[2])
     places.start()
-    meet(sizes, me)
+    meet(sizes)
 
     def tell(k: jax.Array, _: None) -> None:
         device = device_of(jax.lax.rem(me + k, sizes.num_ranks), sizes)
