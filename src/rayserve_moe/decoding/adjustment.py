@@ -71,14 +71,15 @@ def adjust(
     the prompt or output. The frequency penalty is subtracted once per output of an id, the presence penalty once in
     total. Withheld ids get the lowest finite logit, which gives them probability 0.
     """
-    # A loop of 0 or 1 turns: unlike a branch, it copies nothing if it does nothing.
-    num_turns = jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
+    # A loop of 0 or 1 turns: unlike a branch, it copies nothing if it does nothing. It counts from 1, by which an
+    # estimate of the step knows that it has no turn in most steps.
+    end = 1 + jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
 
     def change(turn: jax.Array, logits_SV: jax.Array) -> jax.Array:
         # Adding `turn` keeps the work inside the loop: XLA hoists loop-invariant work, even out of a loop of 0 turns.
-        return _adjust(state, rows_S + turn, penalties, part, drafted_SK, logits_SV)
+        return _adjust(state, rows_S + (turn - 1), penalties, part, drafted_SK, logits_SV)
 
-    return jax.lax.fori_loop(0, num_turns, change, logits_SV)
+    return jax.lax.fori_loop(1, end, change, logits_SV)
 
 
 @jax.named_scope("row_update")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     sum_results,
 )
 from rayserve_moe.kernels.table import CPU, KERNELS, PAGED, TPU, grouped_attention
-from rayserve_moe.kernels.tpu import low_latency_dispatch, paged_attention
+from rayserve_moe.kernels.tpu import dispatch_weights, low_latency_dispatch, paged_attention
 from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS, DispatchSizes, unsupported_reason
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.engine.run_requests import preempt_every, run_alone, run_together
@@ -46,9 +46,9 @@ from tests.support.models.core import CORE_CONFIG
 from tests.support.session.xla_flags import process_flags
 
 SIZES = DispatchSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
-IN_BLOCKS, ON_TWO_CORES, BY_DEVICE = "in blocks: ", "on two cores: ", "by device: "
+IN_BLOCKS, ON_TWO_CORES, BY_DEVICE, FEW_TOKENS = "in blocks: ", "on two cores: ", "by device: ", "few tokens: "
 """Before the name of a case: experts are read in two blocks, and rows of a slot taken in groups of one tile; a device
-has two cores, and three slots for them; results are added up device by device.
+has two cores, and three slots for them; results are added up device by device; a slot may well have no rows.
 """
 WIDTHS: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 DRAWN = Drawn(scale=0.05, norm_jitter=0.2)
@@ -74,7 +74,7 @@ def sizes_of(name: str) -> DispatchSizes:
     sizes = replace(SIZES, weight_dtype=dtype or "bfloat16", in_blocks=bool(in_blocks))
     if ON_TWO_CORES in name:
         sizes = replace(sizes, num_slots=3, num_cores=2)
-    sizes = replace(sizes, adds_by_device=BY_DEVICE in name)
+    sizes = replace(sizes, adds_by_device=BY_DEVICE in name, num_tokens=2 if FEW_TOKENS in name else 6)
     return replace(sizes, inner=256, given_block=128) if IN_BLOCKS in name else sizes
 
 
@@ -303,29 +303,75 @@ def no_barrier() -> None:
 
 
 def no_wait_for_weights() -> None:
-    weight_copies, calls = low_latency_dispatch._weight_copies, []
+    next_weights, weight_copies = low_latency_dispatch.next_weights, dispatch_weights.weight_copies
 
-    def wrong(*arguments, half) -> list[Any]:
-        calls.append(arguments)
-        # Those that are begun first are waited for next.
-        return [] if len(calls) == 2 else weight_copies(*arguments, half=half)
+    def wrong(*arguments, turn) -> jax.Array:
+        # The next block is begun before the block itself is waited for.
+        calls: list[Any] = []
+        dispatch_weights.weight_copies = lambda *place, half: (
+            [] if calls else calls.append(place) or weight_copies(*place, half=half)
+        )
+        half = next_weights(*arguments, turn=turn)
+        dispatch_weights.weight_copies = weight_copies
+        return half
 
-    low_latency_dispatch._weight_copies = wrong
+    low_latency_dispatch.next_weights = wrong
+
+
+def copy_as_soon_as_begun() -> None:
+    """Have copies made when they begin: the interpreter else makes none that nothing waits for."""
+    dispatch = low_latency_dispatch.dispatch_experts
+    low_latency_dispatch.dispatch_experts = lambda *arguments, interpret, **sizes: dispatch(
+        *arguments, interpret=replace(interpret, dma_execution_mode="eager"), **sizes
+    )
+
+
+def early_weights_never_waited_for() -> None:
+    """Weights that are read early are overwritten on their way if the first slot has no rows."""
+    go_on, first_copies = low_latency_dispatch.go_on_with_weights, dispatch_weights._first_copies
+    copy_as_soon_as_begun()
+
+    def wrong(*arguments) -> None:
+        dispatch_weights._first_copies = lambda *place: [Unawaited(copy) for copy in first_copies(*place)]
+        go_on(*arguments)
+        dispatch_weights._first_copies = first_copies
+
+    low_latency_dispatch.go_on_with_weights = wrong
+
+
+@dataclass(frozen=True)
+class Unawaited:
+    """A copy that is begun, but not waited for."""
+
+    copy: Any
+
+    def start(self) -> None:
+        self.copy.start()
+
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+
+def early_weights_read_again() -> None:
+    """The first slot's weights are begun once more when its rows are known."""
+    go_on = low_latency_dispatch.go_on_with_weights
+    copy_as_soon_as_begun()
+    low_latency_dispatch.go_on_with_weights = lambda *arguments: go_on(*arguments[:-1], 0)
 
 
 def scales_of_the_next_slot() -> None:
-    weight_copies = low_latency_dispatch._weight_copies
+    weight_copies = dispatch_weights.weight_copies
 
-    def wrong(refs, sizes, slot, block, *, half) -> list[Any]:
-        own, next_ones = (weight_copies(refs, sizes, one, block, half=half) for one in (slot, slot ^ 1))
+    def wrong(refs, sizes, slot, block, **how) -> list[Any]:
+        own, next_ones = (weight_copies(refs, sizes, one, block, **how) for one in (slot, slot ^ 1))
         return own[:3] + next_ones[3:]
 
-    low_latency_dispatch._weight_copies = wrong
+    dispatch_weights.weight_copies = wrong
 
 
 def weights_over_those_that_are_multiplied() -> None:
-    weight_copies = low_latency_dispatch._weight_copies
-    low_latency_dispatch._weight_copies = lambda *arguments, half: weight_copies(*arguments, half=half * 0)
+    weight_copies = dispatch_weights.weight_copies
+    dispatch_weights.weight_copies = lambda *arguments, half, **how: weight_copies(*arguments, half=half * 0, **how)
 
 
 WHOLE: dict[str, Callable[[], Outcome]] = {
@@ -342,6 +388,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "weights over those that are multiplied": weights_over_those_that_are_multiplied,
     "no wait for weights, int8": no_wait_for_weights,
     "scales of the next slot, int8": scales_of_the_next_slot,
+    "early weights never waited for: all to one slot": early_weights_never_waited_for,
+    "early weights read again: any": early_weights_read_again,
     IN_BLOCKS + "no wait for rows from HBM": no_wait_for_rows_from_hbm,
     ON_TWO_CORES + "both as the first": both_cores_as_the_first,
     BY_DEVICE + "devices of other slots": devices_of_other_slots,

@@ -279,19 +279,19 @@ def no_wait_for_pages() -> None:
     PageStream.wait = lambda *_: None
 
 
-class OtherHalf:
-    """Blocks of the stream, the one taken for the other."""
+class NextBuffer:
+    """Buffers of the stream, each taken for the one before it."""
 
     def __init__(self, blocks: Any) -> None:
         self.at, self.blocks = self, blocks
 
     def __getitem__(self, place: tuple[Any, Any]) -> Any:
-        return self.blocks.at[1 - place[0], place[1]]
+        return self.blocks.at[(place[0] + 1) % paged_sizes.NUM_BUFFERS, place[1]]
 
 
 def pages_into_the_block_in_use() -> None:
     start = PageStream.start
-    PageStream.start = lambda stream, *place: start(replace(stream, blocks=OtherHalf(stream.blocks)), *place)
+    PageStream.start = lambda stream, *place: start(replace(stream, blocks=NextBuffer(stream.blocks)), *place)
 
 
 def nothing_cleared() -> None:

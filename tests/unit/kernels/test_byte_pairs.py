@@ -22,13 +22,14 @@ ALL = np.arange(256, dtype=np.uint8)
 
 
 def lanes_by_kernel(pairs: jax.Array, lanes: slice, dtype: str) -> np.ndarray:
-    """Return what a kernel reads of a block."""
+    """Return the numbers that a kernel reads of a block."""
     shape = jax.ShapeDtypeStruct((len(pairs), lanes.stop - lanes.start), dtype)
 
     def body(block, out):
         out[...] = lanes_of_block(block, lanes, dtype)
 
-    return np.asarray(pl.pallas_call(body, out_shape=shape, interpret=True)(pairs), np.float32)
+    read = np.asarray(pl.pallas_call(body, out_shape=shape, interpret=True)(pairs), np.float32)
+    return read * byte_pairs.unit_of(pairs.dtype)
 
 
 @pytest.mark.parametrize("is_native", [False, True])

@@ -10,7 +10,14 @@ import pytest
 
 from rayserve_moe.kernels.tpu.dispatch_rows import count_slots, in_slot_order, places_of, slots_of_core, table_rows
 from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes, unsupported_reason
-from tests.support.kernels.low_latency_dispatch import BY_DEVICE, FAULTS, IN_BLOCKS, ON_TWO_CORES, run_dispatch
+from tests.support.kernels.low_latency_dispatch import (
+    BY_DEVICE,
+    FAULTS,
+    FEW_TOKENS,
+    IN_BLOCKS,
+    ON_TWO_CORES,
+    run_dispatch,
+)
 
 ROUNDING = 2**-7
 """Of a result in bfloat16, against the largest one: the kernel rounds as often as the reference."""
@@ -88,6 +95,15 @@ def test_experts_that_do_not_fit_twice_are_read_in_blocks():
     assert "do not fit twice" in unsupported_reason(replace(sizes, width=1 << 16), core_bytes=96 << 20)
 
 
+def test_the_first_slot_is_read_early_as_far_as_it_has_rows():
+    """16 slots: whole with 64 rows or more, a single matrix with fewer, nothing on a core without a slot."""
+    sizes = DispatchSizes(8, 8, 2048, 768, 16, (("data", 8),))
+    assert sizes.num_early == 3 and replace(sizes, weight_dtype="int8").num_early == 6
+    assert replace(sizes, num_tokens=7).num_early == 1
+    assert replace(sizes, num_cores=2).num_early == 3
+    assert replace(sizes, num_slots=1, num_cores=2).num_early == 0
+
+
 def test_tokens_whose_gates_and_places_exceed_scalar_memory_are_refused():
     """A row of scalars is padded to 128 words: 1,040 tokens of GLM-4.7-Flash need 1.03 MiB, of which a core has one."""
     sizes = DispatchSizes(1040, 4, 2048, 1536, 8, (("data", 8),))
@@ -115,6 +131,8 @@ def test_sums_are_those_of_one_device_however_uneven_the_load(dtype):
         IN_BLOCKS + "mostly one slot, float8_e4m3fn in blocks",
         ON_TWO_CORES + "ranks without tokens or without rows",
         ON_TWO_CORES + IN_BLOCKS + "mostly one slot",
+        FEW_TOKENS + "any",
+        FEW_TOKENS + IN_BLOCKS + "all to one slot",
     ],
 )
 def test_sums_are_the_same_in_blocks_and_over_cores(name):

@@ -235,3 +235,5 @@ def test_what_stands_before_the_first_large_copy_and_outside_the_visits_is_count
     spent = read_schedule(STREAMED).spent()
     assert spent.lead_bundles == 3 + 1, "of the first visit too"
     assert (spent.num_waits, spent.visits, spent.matrix_ops) == (3, 5, 10)
+    early = read_schedule(STREAMED.replace("size_in_granules=*/8,", "size_in_granules=*/8192,", 1)).spent()
+    assert (early.num_waits, early.lead_bundles) == (1, 0), "the first copy hides two waits until the loop over others"

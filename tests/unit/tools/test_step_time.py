@@ -368,10 +368,22 @@ VISIT = """\
 """
 
 
+def adjacent_loops(number: int) -> str:
+    """Write a schedule of loops of two bundles each, one after the other."""
+    lines = ["     0   :  {}"]
+    for loop in range(number):
+        first, region = 1 + 2 * loop, 5 + loop
+        lines.append(f"   {first:#x}   : > {{}} /* Start region {region} */")
+        lines.append(f"   {first + 1:#x}   : > {{ %20 = sbr.rel (!%p1_p1) target = $region{region} }}")
+    return "\n".join(lines) + "\n"
+
+
 def test_kernels_are_told_the_trips_that_only_a_run_knows():
-    found = read(KERNELS, {"paged_attention.7": VISIT, "ragged-dot-none.3": VISIT})
+    found = read(KERNELS, {"paged_attention.7": adjacent_loops(6), "ragged-dot-none.3": VISIT})
     attention, product = op_named(found, "paged_attention.7"), op_named(found, "ragged-dot-none.3")
-    assert attention.bundles == 1 + 6 * 2 and attention.hbm_bytes == 6144
+    # Two tiles: four buffers are filled in the first one; three blocks of two pages each; four pieces are cleared.
+    assert attention.bundles == pytest.approx(1 + 2 * (4 / 2 + 2 + 3 + 2 + 0 + 4 / 3))
+    assert attention.hbm_bytes == 6144 and (attention.visits, attention.num_ahead) == (2, 3)
     # 48 rows of room hold 32 of even routing: two tiles, so four used slots are visited five times.
     assert product.bundles == 1 + 5 * 2
     assert product.hbm_bytes == 4 * 64 * 32 * 2 + 48 * 64 * 2 + 48 * 32 * 4
@@ -432,7 +444,9 @@ def test_pages_of_a_sequence_are_visited_once_for_all_of_its_drafts():
     attention = {AttentionSizes(8, 4, 128): AttentionWork(2, 4, 6144, 16)}
     found = work_of(kernel, [], work=replace(WORK, attention=attention))
     pieces = 2 + 6 / 16
-    assert found is not None and found.open_trips == (2, 4, 8, pieces)
+    groups, *trips = found.trips_each if found else ()
+    assert groups == 2 and tuple(trips[:2]) == (4 / 2, 16 / 4), "buffers are filled once, with the pages of a block"
+    assert trips[2:5] == [8 / 2, 4 / 2, 16 / 4] and trips[-1] == pieces / 2
     assert found.hbm_bytes == 6144 + pieces * 16 * 256 * 2
 
 

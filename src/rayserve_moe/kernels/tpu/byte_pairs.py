@@ -79,8 +79,13 @@ def rows_to_write(rows_TX: jax.Array, pool: jax.Array) -> jax.Array:
     return rows_TX.astype(jnp.float32 if is_paired(pool.dtype) else pool.dtype)
 
 
+def unit_of(dtype: jnp.dtype) -> float:
+    """Return the factor from `lanes_of_block` to the numbers of a pool: a power of two, so that it may come later."""
+    return UNIT if is_paired(dtype) and not has_e4m3() else 1.0
+
+
 def lanes_of_block(block_SX: Any, lanes: slice, dtype: jnp.dtype) -> jax.Array:
-    """Return lanes of a block of keys in `dtype`, inside a kernel; pairs are decoded."""
+    """Return lanes of a block of keys in `dtype`, inside a kernel; of pairs, the numbers over `unit_of`."""
     if not is_paired(block_SX.dtype):
         return block_SX[:, lanes].astype(dtype)
     parts = []
@@ -91,15 +96,15 @@ def lanes_of_block(block_SX: Any, lanes: slice, dtype: jnp.dtype) -> jax.Array:
 
 
 def _decoded(pairs: jax.Array, *, is_high: bool) -> jax.Array:
-    """Return the float32 numbers of the low or the high bytes of pairs.
+    """Return the float32 numbers, over `unit_of`, of the low or the high bytes of pairs.
 
     Viewed as 8 bits, a register of pairs alternates between rows of low and of high bytes. Their bfloat16 numbers,
     which an instruction converts, then are the two halves of words, and a bfloat16 is the upper half of a float32.
     """
-    dtype, unit = (jnp.float8_e4m3fn, 1.0) if has_e4m3() else (jnp.float8_e4m3b11fnuz, UNIT)
+    dtype = jnp.float8_e4m3fn if has_e4m3() else jnp.float8_e4m3b11fnuz
     words = pltpu.bitcast(pltpu.bitcast(pairs, dtype).astype(jnp.bfloat16), jnp.int32)
     bits = words & -65536 if is_high else words << 16
-    return jax.lax.bitcast_convert_type(bits, jnp.float32) * unit
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def widened(rows: jax.Array) -> jax.Array:

@@ -65,8 +65,8 @@ def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: DispatchSizes) 
         pltpu.make_async_copy(rows, rows, semaphore).wait()
 
 
-def meet(sizes: DispatchSizes, me: jax.Array) -> None:
-    """Wait until this core is here on all ranks, so that later copies to them arrive in this call."""
+def arrive(sizes: DispatchSizes, me: jax.Array) -> None:
+    """Tell all ranks that this core is here, so that their copies to it arrive in this call."""
     barrier = pltpu.get_barrier_semaphore()
 
     def signal(k: jax.Array, _: None) -> None:
@@ -75,7 +75,11 @@ def meet(sizes: DispatchSizes, me: jax.Array) -> None:
         pl.semaphore_signal(barrier, 1, device_id=device, device_id_type=pl.DeviceIdType.MESH, core_index=core)
 
     jax.lax.fori_loop(1, sizes.num_ranks, signal, None)
-    pl.semaphore_wait(barrier, sizes.num_ranks - 1)
+
+
+def meet(sizes: DispatchSizes) -> None:
+    """Wait until this core is here on all ranks."""
+    pl.semaphore_wait(pltpu.get_barrier_semaphore(), sizes.num_ranks - 1)
 
 
 def send_slot(refs: Refs, sizes: DispatchSizes, me: jax.Array, slot: jax.Array, num_sent: jax.Array) -> jax.Array:

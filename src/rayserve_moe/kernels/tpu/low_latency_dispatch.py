@@ -2,11 +2,11 @@
 
     share counts | place rows | for each local slot: [ send rows of a later slot, multiply, send results back ] | add up
 
-While a slot is multiplied, the weights of the next slot with rows are read, and rows and results of other slots are
-copied. An expert that fits into the core's memory twice is read whole, and its rows are multiplied in place: only
-weights are read from HBM, because the core holds all rows of all ranks. A larger expert is read in blocks of its width,
-and the products of all blocks are added up. Its rows wait in HBM and are multiplied in groups; the weights are read
-once for each group:
+While counts are shared, weights of the first slot are read, which rarely has no rows. While a slot is multiplied, the
+weights of the next slot with rows are read, and rows and results of other slots are copied. An expert that fits into
+the core's memory twice is read whole, and its rows are multiplied in place: only weights are read from HBM, because the
+core holds all rows of all ranks. A larger expert is read in blocks of its width, and the products of all blocks are
+added up. Its rows wait in HBM and are multiplied in groups; the weights are read once for each group:
 
     | block 0 | block 1 | block 2 |  of group 0, then of group 1 or of the next slot; while a block is multiplied
               | block 1 | block 2 | block 0 |                                       the next block is read
@@ -37,6 +37,7 @@ from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
 from rayserve_moe.kernels.reference.activations import activate
 from rayserve_moe.kernels.reference.expert_products import LayerExperts
 from rayserve_moe.kernels.tpu.dispatch_rows import (
+    arrive,
     as_words,
     count_slots,
     device_of,
@@ -66,6 +67,7 @@ from rayserve_moe.kernels.tpu.dispatch_sizes import (
     unsupported_reason,
     vmem_bytes,
 )
+from rayserve_moe.kernels.tpu.dispatch_weights import begin_weights, go_on_with_weights, next_weights
 
 COLLECTIVE_ID = 1
 """Identifies the barrier of the kernel's ranks."""
@@ -137,14 +139,17 @@ def _kernel_for(sizes: DispatchSizes, *, interpret: Any) -> Callable[..., list[j
 
 def _kernel(*given: Any, sizes: DispatchSizes) -> None:
     refs, core = refs_of(*given), pl.program_id(0)
+    of_core, me = sizes.of_core, my_rank(sizes)
+    refs.tables.first_s[0] = refs.operands.first_1[0] + core * of_core.num_slots
+    begin_weights(refs, of_core, sizes.num_early)
+    arrive(of_core, me)
     refs.tables.own_TK[...] = jnp.full(refs.tables.own_TK.shape, -1, jnp.int32)
     refs.tables.own_TK[pl.ds(0, sizes.num_tokens), :] = slots_of_core(refs.operands.slots_TK[...], core, sizes)
-    sizes, me = sizes.of_core, my_rank(sizes)
-    refs.tables.first_s[0] = refs.operands.first_1[0] + core * sizes.num_slots
+    num_early, sizes = sizes.num_early, of_core
     if sizes.is_streamed:
         refs = refs._replace(rows=refs.rows._replace(here=refs.rows.here.at[core]))
     _tell_counts(refs, sizes, me)
-    begin_weights(refs, sizes, me)
+    go_on_with_weights(refs, sizes, me, num_early)
     _place_rows(refs, sizes)
     ahead = jax.lax.fori_loop(0, min(AHEAD, sizes.num_slots), partial(send_slot, refs, sizes, me), 0)
 
@@ -172,7 +177,7 @@ def _tell_counts(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
     refs.tables.places[...] = places_TL
     places = pltpu.make_async_copy(refs.tables.places, refs.tables.places_s, refs.semaphores.counted.at[2])
     places.start()
-    meet(sizes, me)
+    meet(sizes)
 
     def tell(k: jax.Array, _: None) -> None:
         device = device_of(jax.lax.rem(me + k, sizes.num_ranks), sizes)
@@ -273,19 +278,6 @@ def _sum_by_device(refs: Refs, sizes: DispatchSizes, token: jax.Array) -> list[j
     return [before + rounded(sums) for before, sums in zip(total, own, strict=True)]
 
 
-def begin_weights(refs: Refs, sizes: DispatchSizes, me: jax.Array) -> None:
-    """Find the next slot with rows from each slot on, and begin to read the weights of the first slot with rows."""
-    refs.tables.next_s[sizes.num_slots] = sizes.num_slots
-
-    def find(k: jax.Array, _: None) -> None:
-        slot = sizes.num_slots - 1 - k
-        num_rows = refs.tables.table_s[3 * sizes.num_ranks, me * sizes.num_slots + slot]
-        refs.tables.next_s[slot] = jnp.where(num_rows > 0, slot, refs.tables.next_s[slot + 1])
-
-    jax.lax.fori_loop(0, sizes.num_slots, find, None)
-    _read_weights(refs, sizes, refs.tables.next_s[0], jnp.int32(0), half=jnp.int32(0))
-
-
 def multiply_slot(refs: Refs, sizes: DispatchSizes, me: jax.Array, slot: jax.Array, turn: jax.Array) -> jax.Array:
     """Multiply the rows of a slot: results take their places. Counts on how many blocks of weights were used."""
     lane = me * sizes.num_slots + slot
@@ -294,7 +286,7 @@ def multiply_slot(refs: Refs, sizes: DispatchSizes, me: jax.Array, slot: jax.Arr
 
         @pl.when(num_rows > 0)
         def _() -> None:
-            half = _next_weights(refs, sizes, slot, jnp.int32(0), refs.tables.next_s[slot + 1], turn=turn)
+            half = next_weights(refs, sizes, slot, jnp.int32(0), refs.tables.next_s[slot + 1], turn=turn)
             wait_for(refs.rows.here, num_rows, refs.semaphores.arrived_S.at[slot], sizes)
             _for_tiles(num_rows, lambda i: _multiply_tile(refs, sizes, begin + i * TILE_ROWS, half))
 
@@ -307,7 +299,7 @@ def multiply_slot(refs: Refs, sizes: DispatchSizes, me: jax.Array, slot: jax.Arr
         waiting = rows_at(refs.rows.here, begin + group * GROUP_ROWS, number, sizes)
         held = rows_at(refs.rows.held, jnp.int32(0), number, sizes)
         after = jnp.where(step == num_steps - 1, refs.tables.next_s[slot + 1], slot)
-        half = _next_weights(refs, sizes, slot, block, after, turn=turn)
+        half = next_weights(refs, sizes, slot, block, after, turn=turn)
         wait_for(refs.rows.here, jnp.where(step == 0, num_rows, 0), refs.semaphores.arrived_S.at[slot], sizes)
         pl.when(block == 0)(partial(_copy, waiting, held, refs))
         _for_tiles(number, lambda i: _multiply_tile(refs, sizes, i * TILE_ROWS, half, block))
@@ -325,41 +317,6 @@ def _copy(rows: Any, to: Any, refs: Refs) -> None:
 
 def _for_tiles(num_rows: jax.Array, run: Any) -> None:
     jax.lax.fori_loop(0, pl.cdiv(num_rows, TILE_ROWS), lambda i, _: run(i), None)
-
-
-def _next_weights(
-    refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, after: jax.Array, *, turn: jax.Array
-) -> jax.Array:
-    """Wait for a block of a slot's weights and begin to read the next block; return the half that holds the block.
-
-    After the last block comes the first block of the slot `after`.
-    """
-    half, is_last = jax.lax.rem(turn, 2), block == sizes.num_blocks - 1
-    for copy in _weight_copies(refs, sizes, slot, block, half=half):
-        copy.wait()
-    _read_weights(refs, sizes, jnp.where(is_last, after, slot), jnp.where(is_last, 0, block + 1), half=1 - half)
-    return half
-
-
-def _read_weights(refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> None:
-    """Begin to read a block into a half; nothing is read beyond the last slot."""
-
-    @pl.when(slot < sizes.num_slots)
-    def _() -> None:
-        for copy in _weight_copies(refs, sizes, slot, block, half=half):
-            copy.start()
-
-
-def _weight_copies(
-    refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array
-) -> list[Any]:
-    index, semaphore = refs.tables.first_s[0] + slot, refs.semaphores.weights_in.at[half]
-    part = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
-    # Of gate and up, and of their scales, a block has columns, of down rows; the scales of down are whole.
-    columns, rows, whole = (index, slice(None), part), (index, part), (index,)
-    cuts = (columns, columns, rows, columns, columns, whole) if sizes.is_streamed else (whole,) * 6
-    triples = zip(refs.operands.weights_X, refs.weights_H, cuts, strict=False)
-    return [pltpu.make_async_copy(flat.at[cut], held.at[half], semaphore) for flat, held, cut in triples]
 
 
 def _multiply_tile(

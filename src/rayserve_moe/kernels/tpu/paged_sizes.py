@@ -31,6 +31,10 @@ PAGE_TABLE_BYTES = 768 << 10
 MAX_KEYS, BLOCK_BYTES = 512, 1 << 20
 """Maximum keys of a block, and bytes of keys and values: as much as memory delivers in 0.6 us on v6e."""
 
+NUM_BUFFERS = 4
+"""Blocks of keys in the core's memory, of which all but one are on their way: two would leave memory idle for as long
+as a copy takes to begin."""
+
 
 class Knobs(NamedTuple):
     """Knobs of a model's attention besides its heads."""
@@ -179,3 +183,29 @@ def shape_for(
         has_choice=has_choice,
         block_size=knobs.block_size,
     )
+
+
+HALF_A_PAGE = 4
+"""Mean number of pieces of a sequence's last page that are cleared, of pages of 128 keys."""
+
+
+def tile_trips(num_tiles: float, num_visits: float, num_pages: float) -> tuple[float, ...]:
+    """Return the trips, per entry, of the loops of a call on a core that a schedule leaves open, in its order.
+
+    They fill buffers, which the first tile does, request pages, visit blocks of keys, request pages, clear keys ahead
+    of a window, which is not counted, and clear keys behind the last one.
+    """
+    blocks, pages = num_visits / (num_tiles or 1), num_pages / (num_visits or 1)
+    return NUM_BUFFERS / (num_tiles or 1), pages, blocks, pages, 0.0, HALF_A_PAGE / (blocks or 1)
+
+
+def group_trips(
+    num_groups: float, num_visits: float, num_pages: float, *, num_tokens: int, num_pieces: float
+) -> tuple[float, ...]:
+    """Return the trips of `tile_trips` and of the loops of a grouped call: the groups, the tokens of a group whose
+    positions are spread, pieces that are put in and waited for, and tokens that are written and waited for.
+    """
+    *fill, blocks, pages, ahead, behind = tile_trips(num_groups, num_visits, num_pages)
+    tokens, pieces = num_tokens / (num_groups or 1), num_pieces / (num_groups or 1)
+    put = pieces / (blocks or 1), 1.0
+    return num_groups, *fill, tokens, blocks, pages, *put, ahead, behind, tokens, tokens, tokens, pieces

@@ -1,14 +1,16 @@
-"""Pages of the pool on their way into the core's memory: a block of keys arrives while the previous is multiplied.
+"""Pages of the pool on their way into the core's memory: blocks of keys arrive while an earlier one is multiplied.
 
-The visits of a core follow each other, and so do their blocks: the first block of a visit is requested during the last
-block of the previous visit.
+The visits of a core follow each other, and so do their blocks: the first blocks of a visit are requested during the
+last blocks of the visits before it. All buffers but one are on their way at a time, so that memory is never idle.
 """
 
 # B query blocks   Q queries per block   P page-table width   X lanes of a row   S key positions of a block
+# N buffers
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -52,9 +54,17 @@ class Reach(NamedTuple):
     visit: jax.Array
 
 
+class Progress(NamedTuple):
+    """Scalar memory [1] each: blocks that were multiplied, and the visit and block that are requested next."""
+
+    num_done: Any
+    visit: Any
+    block: Any
+
+
 @dataclass(frozen=True)
 class PageStream:
-    """The pool in HBM and two blocks [2, S, X] of the core's memory, with a semaphore each.
+    """The pool in HBM and buffers [N, S, X] in the core's memory for a block each, with a semaphore each.
 
     `num_tiles` visits belong to a sequence with `table_width` pages; a block has `num_pages` of `page_size` keys.
     """
@@ -67,10 +77,52 @@ class PageStream:
     table_width: int
     num_pages: int
     page_size: int
+    progress: Any = None
+    """`Progress`; None if the caller requests blocks itself."""
 
     @property
     def num_keys(self) -> int:
         return self.num_pages * self.page_size
+
+    @property
+    def num_buffers(self) -> int:
+        return self.blocks.shape[0]
+
+    @property
+    def buffer(self) -> jax.Array:
+        """Return the buffer of the block that is multiplied."""
+        return jax.lax.rem(self.progress.num_done[0], self.num_buffers)
+
+    def begin(self, visit: jax.Array) -> None:
+        """Forget all blocks; the first one to request is that of the first visit from `visit` on that has blocks."""
+        self.progress.num_done[0] = self.progress.block[0] = 0
+        self.progress.visit[0] = self.scalars.filled[visit]
+
+    def fill(self, end: jax.Array, num_buffers: jax.Array) -> None:
+        """Zero the first `num_buffers` buffers, 0 or all, and request blocks into all but the last one."""
+
+        def fill_one(buffer: jax.Array, carry: None) -> None:
+            self.blocks[buffer] = jnp.zeros(self.blocks.shape[1:], self.blocks.dtype)
+            pl.when(buffer + 1 < self.num_buffers)(partial(self.request_next, end, buffer))
+
+        jax.lax.fori_loop(0, num_buffers, fill_one, None)
+
+    def request_next(self, end: jax.Array, buffer: jax.Array) -> None:
+        """Request the next block of the visits ahead of `end`, if there is one."""
+        visit, block = self.progress.visit[0], self.progress.block[0]
+
+        @pl.when(visit < end)
+        def _() -> None:
+            reach = self.reach_of(visit)
+            self.start(reach, block, buffer)
+            is_last = block + 1 == self.num_blocks(reach)
+            self.progress.visit[0] = jnp.where(is_last, self.scalars.filled[visit + 1], visit)
+            self.progress.block[0] = jnp.where(is_last, 0, block + 1)
+
+    def advance(self, end: jax.Array) -> None:
+        """Request a block into the buffer that was multiplied last."""
+        behind = self.progress.num_done[0] + self.num_buffers - 1
+        self.request_next(end, jax.lax.rem(behind, self.num_buffers))
 
     def reach_of(self, visit: jax.Array) -> Reach:
         """Return the keys that a visit sees of its sequence."""
@@ -89,14 +141,14 @@ class PageStream:
         """Return the position of the first key of a block."""
         return reach.begin + block * self.num_keys
 
-    def start(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
+    def start(self, reach: Reach, block: jax.Array, buffer: jax.Array) -> None:
         """Request the pages of a block."""
         first = block * self.num_pages
 
         def copy(i: jax.Array, carry: None) -> None:
             keys = pl.ds(pl.multiple_of(i * self.page_size, self.page_size), self.page_size)
-            source, target = self.pool.at[self._page_of(reach, first + i)], self.blocks.at[half, keys]
-            pltpu.make_async_copy(source, target, self.arrivals.at[half]).start()
+            source, target = self.pool.at[self._page_of(reach, first + i)], self.blocks.at[buffer, keys]
+            pltpu.make_async_copy(source, target, self.arrivals.at[buffer]).start()
 
         jax.lax.fori_loop(0, jnp.minimum(reach.num_pages - first, self.num_pages), copy, None)
 
@@ -109,21 +161,21 @@ class PageStream:
         of_table, first_page = self.scalars.pages[reach.table + page], self.scalars.first_page
         return of_table if first_page is None else first_page[...] + of_table
 
-    def start_next(self, visit: jax.Array, end: jax.Array, half: jax.Array) -> None:
+    def start_next(self, visit: jax.Array, end: jax.Array, buffer: jax.Array) -> None:
         """Request the first block of the first visit from `visit` on, ahead of `end`, that has blocks."""
         filled = self.scalars.filled[visit]
 
         @pl.when(filled < end)
         def _() -> None:
-            self.start(self.reach_of(filled), jnp.int32(0), half)
+            self.start(self.reach_of(filled), jnp.int32(0), buffer)
 
-    def wait(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
+    def wait(self, reach: Reach, block: jax.Array, buffer: jax.Array) -> None:
         """Wait for all pages of a block at once: a semaphore counts bytes."""
         num_pages = jnp.minimum(reach.num_pages - block * self.num_pages, self.num_pages)
-        arrived = self.blocks.at[half, pl.ds(0, pl.multiple_of(num_pages * self.page_size, self.page_size))]
-        pltpu.make_async_copy(arrived, arrived, self.arrivals.at[half]).wait()
+        arrived = self.blocks.at[buffer, pl.ds(0, pl.multiple_of(num_pages * self.page_size, self.page_size))]
+        pltpu.make_async_copy(arrived, arrived, self.arrivals.at[buffer]).wait()
 
-    def clear(self, reach: Reach, block: jax.Array, half: jax.Array) -> None:
+    def clear(self, reach: Reach, block: jax.Array, buffer: jax.Array) -> None:
         """Zero the rows of a block that the visit does not see: a weight of zero does not silence NaN.
 
         Only the first and the last page of a visit hold such rows, and a block keeps none of another visit's.
@@ -133,21 +185,21 @@ class PageStream:
 
         @pl.when(begin < reach.first)
         def _() -> None:
-            self._clear_rows(half, jnp.zeros_like(begin), reach.first - begin)
+            self._clear_rows(buffer, jnp.zeros_like(begin), reach.first - begin)
 
         @pl.when(reach.end < begin + read)
         def _() -> None:
-            self._clear_rows(half, reach.end - begin, read)
+            self._clear_rows(buffer, reach.end - begin, read)
 
-    def _clear_rows(self, half: jax.Array, first: jax.Array, end: jax.Array) -> None:
+    def _clear_rows(self, buffer: jax.Array, first: jax.Array, end: jax.Array) -> None:
         """Zero rows from `first` to ahead of `end`; either is a multiple of `CLEARED_ROWS`."""
 
         def clear_rows(i: jax.Array, carry: None) -> None:
             at = pl.multiple_of(i * CLEARED_ROWS, CLEARED_ROWS)
             keys = pl.ds(at, CLEARED_ROWS)
             place = at + jax.lax.broadcasted_iota(jnp.int32, (CLEARED_ROWS, 1), 0)
-            held = widened(self.blocks[half, keys])
+            held = widened(self.blocks[buffer, keys])
             is_out = (place >= first) & (place < end)
-            self.blocks[half, keys] = narrowed(jnp.where(is_out, 0.0, held), self.blocks.dtype)
+            self.blocks[buffer, keys] = narrowed(jnp.where(is_out, 0.0, held), self.blocks.dtype)
 
         jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), pl.cdiv(end, CLEARED_ROWS), clear_rows, None)

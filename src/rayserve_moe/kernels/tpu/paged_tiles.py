@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.attention import MASKED
-from rayserve_moe.kernels.tpu.byte_pairs import lanes_of_block
+from rayserve_moe.kernels.tpu.byte_pairs import lanes_of_block, unit_of
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 from rayserve_moe.kernels.tpu.paged_choice import TileChoice, words_for
-from rayserve_moe.kernels.tpu.paged_sizes import ALIGNED_ROWS, TileShape
-from rayserve_moe.kernels.tpu.paged_stream import PageStream, Reach, Scalars
+from rayserve_moe.kernels.tpu.paged_sizes import ALIGNED_ROWS, NUM_BUFFERS, TileShape
+from rayserve_moe.kernels.tpu.paged_stream import PageStream, Progress, Reach, Scalars
 from rayserve_moe.kernels.tpu.paged_writes import GroupWrites, RowWrites
 
 LOG2_E = math.log2(math.e)
@@ -60,7 +60,6 @@ class _Opened(NamedTuple):
     out: Any
     sums: Sums
     positions: Any
-    num_done: Any
     choice: TileChoice | None
 
 
@@ -68,11 +67,11 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
     """Attend the tile of a step of the grid.
 
     `refs` are scalars, queries, sinks [C, T, 1], new rows and chosen tokens if any, the pool, the output [1, C, T, V],
-    the pool again if it is written; two blocks of the pool, `Sums`, positions of rows, the number of blocks so far, and
-    a semaphore of each block; the other fields of `RowWrites`, or the words of `TileChoice`. If the shape `is_grouped`,
+    the pool again if it is written; buffers for blocks of the pool, `Sums`, positions of rows, `Progress`, and a
+    semaphore of each buffer; the other fields of `RowWrites`, or the words of `TileChoice`. If the shape `is_grouped`,
     queries and output are fields of `GroupTokens`, and the other fields of `GroupWrites` and `GroupTokens` come last.
     """
-    stream, writes, tokens, queries, sinks, out, sums, positions, num_done, choice = _open(refs, shape)
+    stream, writes, tokens, queries, sinks, out, sums, positions, choice = _open(refs, shape)
     copies = [each for each in (writes, tokens) if each]
     num_visits = pl.num_programs(1) if tokens else shape.visits_per_core
     begin = pl.program_id(0) * num_visits
@@ -82,26 +81,20 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
-        num_done[0] = 0
         for each in copies:
             each.begin()
-        stream.blocks[...] = jnp.zeros_like(stream.blocks)
-        stream.start_next(begin, begin + num_visits, jnp.int32(0))
+        stream.begin(begin)
+
+    stream.fill(begin + num_visits, jnp.where(pl.program_id(1) == 0, NUM_BUFFERS, 0))
 
     def attend_block(i: jax.Array, carry: None) -> None:
-        half = jax.lax.rem(num_done[0], 2)
-
-        pl.when(i + 1 < num_blocks)(lambda: stream.start(reach, i + 1, 1 - half))
-
-        @pl.when(i + 1 == num_blocks)
-        def _() -> None:
-            stream.start_next(tile.visit + 1, begin + num_visits, 1 - half)
-
-        stream.wait(reach, i, half)
-        _put_rows(writes, stream, reach, i, half=half, shape=shape)
-        stream.clear(reach, i, half)
-        _score_block(tile, stream, stream.first_key(reach, i), half)
-        num_done[0] = num_done[0] + 1
+        buffer = stream.buffer
+        stream.advance(begin + num_visits)
+        stream.wait(reach, i, buffer)
+        _put_rows(writes, stream, reach, i, buffer=buffer, shape=shape)
+        stream.clear(reach, i, buffer)
+        _score_block(tile, stream, stream.first_key(reach, i), buffer)
+        stream.progress.num_done[0] = stream.progress.num_done[0] + 1
 
     @pl.when(num_blocks > 0)
     def _() -> None:
@@ -138,29 +131,29 @@ def _put_rows(
     reach: Reach,
     block: jax.Array,
     *,
-    half: jax.Array,
+    buffer: jax.Array,
     shape: TileShape,
 ) -> None:
     """Put a visit's new rows into their block, if they are written; the row of a lone token is in the last block."""
     if isinstance(writes, GroupWrites):
-        writes.put(stream, reach, block, half, layout=shape.layout)
+        writes.put(stream, reach, block, buffer, layout=shape.layout)
     elif writes:
         is_last = block + 1 == stream.num_blocks(reach)
-        pl.when(is_last)(lambda: writes.put(stream, reach.visit, reach, block, half))
+        pl.when(is_last)(lambda: writes.put(stream, reach.visit, reach, block, buffer))
 
 
 def tile_scratch(kv_pages: jax.Array, shape: TileShape) -> list[Any]:
-    """Return two blocks of the pool, sums, positions of rows, the number of blocks, semaphores, words of a choice."""
+    """Return buffers for blocks of the pool, sums, positions of rows, `Progress`, semaphores, words of a choice."""
     widths = (LANES, LANES, shape.layout.value_lanes)
     num_words = words_for(shape.table_width * shape.page_size)
     num_choices = shape.choice_sets * shape.tile_queries
     words = [pltpu.VMEM((num_choices, num_words, LANES), jnp.int32)] if shape.has_choice else []
     return [
-        pltpu.VMEM((2, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
+        pltpu.VMEM((NUM_BUFFERS, shape.num_keys, kv_pages.shape[2]), kv_pages.dtype),
         *(pltpu.VMEM((shape.layout.num_sets, shape.num_rows, width), jnp.float32) for width in widths),
         pltpu.VMEM((shape.num_rows, LANES), jnp.int32),
-        pltpu.SMEM((1,), jnp.int32),
-        pltpu.SemaphoreType.DMA((2,)),
+        *[pltpu.SMEM((1,), jnp.int32)] * len(Progress._fields),
+        pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
         *words,
     ]
 
@@ -186,19 +179,19 @@ def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
     sinks, rows = tuple(knobs[: shape.has_sinks]), knobs[shape.has_sinks :]
     if rows:
         pool, *rest = rest
-    blocks, *sums, positions, num_done, arrivals = rest[:7]
+    (blocks, *sums, positions), rest = rest[:5], rest[5:]
+    (*progress, arrivals), rest = rest[:4], rest[4:]
     if not rows:
         scalars = scalars._replace(first_page=None)
-    stream = PageStream(
-        scalars, pool, blocks, arrivals, shape.num_tiles, shape.table_width, shape.num_pages, shape.page_size
-    )
+    sizes = shape.num_tiles, shape.table_width, shape.num_pages, shape.page_size
+    stream = PageStream(scalars, pool, blocks, arrivals, *sizes, Progress(*progress))
     if shape.is_grouped:
-        tokens = GroupTokens(queries, rest[10], out, *rest[11:])
-        writes = GroupWrites(*rows, *rest[7:10])
-        return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), positions, num_done, None)
-    writes = RowWrites(*rows, *rest[7:]) if rows else None
-    choice = TileChoice(see_all, chosen, rest[7], bool(shape.block_size)) if shape.has_choice else None
-    return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), positions, num_done, choice)
+        tokens = GroupTokens(queries, rest[3], out, *rest[4:])
+        writes = GroupWrites(*rows, *rest[:3])
+        return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), positions, None)
+    writes = RowWrites(*rows, *rest) if rows else None
+    choice = TileChoice(see_all, chosen, rest[0], bool(shape.block_size)) if shape.has_choice else None
+    return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), positions, choice)
 
 
 def _place_rows(tile: Tile, scalars: Scalars) -> None:
@@ -231,8 +224,8 @@ def _store(tile: Tile, tokens: GroupTokens | None, scalars: Scalars, out: Any) -
         out[0, i] = jnp.where(position_TV >= 0, attended_TV, 0.0).astype(out.dtype)
 
 
-def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax.Array) -> None:
-    """Attend all rows of a tile to the block in a half of the buffer, with the first key `first_key`."""
+def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, buffer: jax.Array) -> None:
+    """Attend all rows of a tile to the block in a buffer, with the first key `first_key`."""
     shape = tile.shape
 
     def score(i: jax.Array, carry: None, *, num_rows: int = shape.score_rows) -> None:
@@ -246,7 +239,7 @@ def _score_block(tile: Tile, stream: PageStream, first_key: jax.Array, half: jax
                 first_query = first * shape.tile_queries + i * num_queries
                 sizes = num_queries, shape.query_rows, stream.num_keys
                 keys = tile.choice.keys_of_rows(first_query, first_key, shape=sizes)
-            accumulate(tile, sets, rows, stream.blocks.at[half], _is_seen(keys, position_MS, shape))
+            accumulate(tile, sets, rows, stream.blocks.at[buffer], _is_seen(keys, position_MS, shape))
 
     num_chunks, num_real = shape.num_rows // shape.score_rows, None
     if shape.is_grouped:
@@ -273,6 +266,8 @@ def accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: ja
     Each part runs for all sets, so that no set waits for the matrix unit's result of another.
     """
     layout, config, sums = tile.shape.layout, tile.shape.config, tile.sums
+    unit = unit_of(block_SX.dtype)
+    scale = config.scale_for(layout.head_dim) * unit
     scores, weights = {}, {}
     for i in sets:
         queries_MK = tile.queries[0, i, rows]
@@ -280,7 +275,6 @@ def accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: ja
         scores_MS = jax.lax.dot_general(
             queries_MK, keys_SK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
-        scale = config.scale_for(layout.head_dim)
         if config.soft_cap:
             scores_MS = config.soft_cap * LOG2_E * jnp.tanh(scores_MS * (scale / config.soft_cap))
         else:
@@ -297,7 +291,7 @@ def accumulate(tile: Tile, sets: range, rows: Any, block_SX: Any, is_seen_MS: ja
     for i in sets:
         weights_MS, shrink_ML = weights[i]
         values_SV = lanes_of_block(block_SX, layout.lanes_of(i)[1], weights_MS.dtype)
-        added_MV = jnp.dot(weights_MS, values_SV, preferred_element_type=jnp.float32)
+        added_MV = jnp.dot(weights_MS, values_SV, preferred_element_type=jnp.float32) * unit
         sums.total[i, rows] = sums.total[i, rows] * _wide(shrink_ML, added_MV.shape[1]) + added_MV
 
 

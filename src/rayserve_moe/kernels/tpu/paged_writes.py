@@ -42,16 +42,16 @@ class RowWrites:
         """Set the number of places in use to 0."""
         self.is_used[0] = 0
 
-    def put(self, stream: PageStream, visit: jax.Array, reach: Reach, block: jax.Array, half: jax.Array) -> None:
+    def put(self, stream: PageStream, visit: jax.Array, reach: Reach, block: jax.Array, buffer: jax.Array) -> None:
         """Put the row of a visit at its last key, in the block that has arrived and in the pool."""
         place = reach.end - 1 - stream.first_key(reach, block)
         first = jax.lax.div(place, CLEARED_ROWS) * CLEARED_ROWS
         keys = pl.ds(pl.multiple_of(first, CLEARED_ROWS), CLEARED_ROWS)
-        held_GX = widened(stream.blocks[half, keys])
+        held_GX = widened(stream.blocks[buffer, keys])
         is_new_GX = jax.lax.broadcasted_iota(jnp.int32, held_GX.shape, 0) == place - first
         row_X = row_of(self.rows_RX[...], jax.lax.rem(visit, self.rows_RX.shape[0]))
         written_GX = narrowed(jnp.where(is_new_GX, row_X, held_GX), self.staged_GX.dtype)
-        stream.blocks[half, keys] = written_GX
+        stream.blocks[buffer, keys] = written_GX
         self.wait()
         self.staged_GX[...] = written_GX
         page, row = stream.place_of(reach, reach.end - 1)
@@ -99,7 +99,7 @@ class GroupWrites:
         """Set the number of places in use to 0."""
         self.num_used[0] = 0
 
-    def put(self, stream: PageStream, reach: Reach, block: jax.Array, half: jax.Array, *, layout: RowLayout) -> None:
+    def put(self, stream: PageStream, reach: Reach, block: jax.Array, buffer: jax.Array, *, layout: RowLayout) -> None:
         """Put a visit's new rows, which are its last keys, into a block and into the pool."""
         begin, first_new = stream.first_key(reach, block), self._first_new(stream, reach)
         first, end = jnp.maximum(first_new, begin), jnp.minimum(reach.end, begin + stream.num_keys)
@@ -108,11 +108,11 @@ class GroupWrites:
             key = pl.multiple_of(i * CLEARED_ROWS, CLEARED_ROWS)
             pl.when(key <= first_new)(self.wait)
             keys = pl.ds(pl.multiple_of(key - begin, CLEARED_ROWS), CLEARED_ROWS)
-            held_GX = widened(stream.blocks[half, keys])
+            held_GX = widened(stream.blocks[buffer, keys])
             is_new_GX, written_GX = self._among(held_GX, key, stream, reach)
             self._send(written_GX, key, stream, reach)
             silence = silenced_pairs if is_paired(stream.blocks.dtype) else without_lone_nan
-            stream.blocks[half, keys] = narrowed(silence(written_GX, is_new_GX, layout), stream.blocks.dtype)
+            stream.blocks[buffer, keys] = narrowed(silence(written_GX, is_new_GX, layout), stream.blocks.dtype)
 
         end_piece = jnp.where(first < end, pl.cdiv(end, CLEARED_ROWS), 0)
         jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), end_piece, put_piece, None)

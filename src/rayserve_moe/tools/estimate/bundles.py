@@ -101,7 +101,7 @@ class Spent:
     lead_bundles: float = 0.0
     """Bundles before the first large copy from HBM starts; 0 without such a copy."""
     num_waits: int = 0
-    """Waits that no loop over copies repeats: nothing hides them."""
+    """Waits that no loop over copies repeats, and that are not beside the first large copy: nothing hides them."""
     visits: float = 1.0
     """Copies from HBM that follow each other, those of several arrays at a time counted once."""
     matrix_ops: float = 0.0
@@ -154,15 +154,22 @@ class Schedule:
         known = sum(size * runs[transfer.address] for size, transfer in zip(sizes, self.transfers, strict=True) if size)
         reads = [transfer for transfer in self.transfers if not transfer.to_hbm]
         copying = [loop for loop in self.loops if any(loop.first <= read.address <= loop.last for read in reads)]
+        hidden = [*copying, *self._beside_first_copy(copying)]
         return Spent(
             sum(runs),
             None if None in sizes else known,
             is_least,
             lead_bundles=self._lead(runs),
-            num_waits=sum(not any(loop.first <= at <= loop.last for loop in copying) for at in self.waits),
+            num_waits=sum(not any(part.first <= at <= part.last for part in hidden) for at in self.waits),
             visits=max((runs[read.address] for read in reads), default=1.0),
             matrix_ops=sum(runs[at] for at in self.matrix_ops),
         )
+
+    def _beside_first_copy(self, copying: Sequence[Loop]) -> list[Region]:
+        """Return the bundles from the first large copy to the loop over later ones, if it stands ahead of that loop."""
+        large = [one.address for one in self.transfers if not one.to_hbm and (one.num_bytes or 0) >= LARGE_BYTES]
+        after = [loop.first for loop in copying if large and large[0] < loop.first <= large[-1]]
+        return [Region(large[0], min(after))] if after else []
 
     def _lead(self, runs: Sequence[float]) -> float:
         """Return the bundles that run before the first large copy from HBM starts for the first time."""

@@ -14,7 +14,7 @@ from rayserve_moe.kernels.tpu.delta_visits import TILE
 from rayserve_moe.kernels.tpu.dispatch_sizes import GROUP_ROWS, widest_block
 from rayserve_moe.kernels.tpu.dispatch_sizes import TILE_ROWS as DISPATCH_TILE_ROWS
 from rayserve_moe.kernels.tpu.grouped_ffn import TILE_ROWS, inner_block
-from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS
+from rayserve_moe.kernels.tpu.paged_sizes import CLEARED_ROWS, NUM_BUFFERS, group_trips, tile_trips
 from rayserve_moe.kernels.tpu.rotary_heads import tile_tokens
 from rayserve_moe.kernels.tpu.top_tokens import CHUNK_POSITIONS
 from rayserve_moe.tools.estimate.bundles import RegionRuns, Schedule, Spent
@@ -133,6 +133,8 @@ class KernelWork:
     """Kind of op (`rates.SPREADS`)."""
     visits: float = 0.0
     """Copies that follow each other, by all cores; 0: as in the schedule."""
+    num_ahead: int = 1
+    """Copies that are on their way at a time."""
     trips_beside: tuple[float, ...] = ()
     """As `trips_each`, with 0 for loops that run beside copies: the bundles of others are added to their time. Empty:
     those before the first large copy are."""
@@ -305,18 +307,17 @@ def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | N
     if attention is None:
         return None
     kind = PROMPT_ATTENTION if attention.is_of_prompts else ATTENTION
+    num_visits, num_pages, num_groups = attention.num_visits, attention.num_pages, attention.num_query_blocks
     if kernel_name(instruction) == "paged_attention_of_groups":
-        # Like below, in a loop over groups. A group's rows are in a single piece of the pool, or sometimes two. The
-        # innermost loop waits for the writes of the previous group.
-        rows, num_groups = out.dims[0], attention.num_query_blocks
-        pieces = num_groups + max(0, rows - num_groups) / CLEARED_ROWS
-        written = pieces * CLEARED_ROWS * pool[0].num_bytes / math.prod(pool[0].dims[:2])
-        trips = (num_groups, attention.num_visits, attention.num_pages / 2, pieces)
-        return KernelWork(attention.kv_bytes + written, trips, kind=kind, visits=num_groups)
-    # Of the two loops over a block's pages, each runs for some of the blocks. New rows go back with their group.
-    written = sum(out.dims[0] * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
-    trips = (attention.num_visits, attention.num_pages / 2)
-    return KernelWork(attention.kv_bytes + written, trips, kind=kind, visits=attention.num_query_blocks)
+        # A group's rows are in a single piece of the pool, or sometimes two.
+        pieces = num_groups + max(0, out.dims[0] - num_groups) / CLEARED_ROWS
+        trips = group_trips(num_groups, num_visits, num_pages, num_tokens=out.dims[0], num_pieces=pieces)
+    else:
+        # New rows go back with their group.
+        pieces, trips = out.dims[0] if pool else 0, tile_trips(num_groups, num_visits, num_pages)
+    written = sum(pieces * CLEARED_ROWS * one.num_bytes / math.prod(one.dims[:2]) for one in pool)
+    num_bytes, ahead = attention.kv_bytes + written, NUM_BUFFERS - 1
+    return KernelWork(num_bytes, (), trips_each=trips, kind=kind, visits=num_groups, num_ahead=ahead)
 
 
 def _token_index(instruction: Instruction, operands: list[Instruction], sparse: SparseWork) -> KernelWork:

@@ -52,6 +52,8 @@ class Op:
     """Waits of a kernel that nothing hides."""
     visits: float = 1.0
     """Copies of a kernel that follow each other; of decode attention, sequences."""
+    num_ahead: int = 1
+    """Copies of visits that are on their way at a time: these wait together."""
     matrix_ops: float = 0.0
     """Instructions of a core's matrix units."""
     num_peers: int = 1
@@ -160,6 +162,7 @@ class ProgramReader:
                 lead_bundles=lead_bundles if is_kernel else 0.0,
                 num_waits=spent.num_waits if is_kernel else 0,
                 visits=(kernel.visits if kernel else 0.0) / share or spent.visits,
+                num_ahead=kernel.num_ahead if kernel else 1,
                 matrix_ops=spent.matrix_ops,
             )
         ]
@@ -256,8 +259,9 @@ _CONSTANT = re.compile(r"^(-?\d+)\)")
 def trips_of(program: ProgramText, loop: Instruction, *, beside: dict[str, Instruction]) -> int:
     """Return the trips of a `while` with a constant number; of any other, the trips until its counter is 1.
 
-    Loops without a constant run rounds of an exchange. Even routing needs a single round, so a loop that counts from 1
-    has no trips. `beside` holds the instructions of the loop's computation by name.
+    Loops without a constant run rounds of an exchange, or adjust logits. Even routing needs a single round, and few
+    requests have penalties or biases, so a loop that counts from 1 has no trips. `beside` holds the instructions of the
+    loop's computation by name.
     """
     trips = program.trips(loop)
     return trips if trips is not None else max(0, 1 - _counts_from(program, loop, beside))

@@ -1,0 +1,95 @@
+"""Weights of the kernel `low_latency_dispatch` on their way into two halves of the core's memory.
+
+Memory is never idle between two blocks: the copy of the next block begins while the copy of a block goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes, Refs
+
+
+def begin_weights(refs: Refs, sizes: DispatchSizes, num_early: int) -> None:
+    """Begin to read `num_early` arrays of slot 0, before the number of its rows is known."""
+    for copy in _first_copies(refs, sizes, slice(num_early)):
+        copy.start()
+
+
+def go_on_with_weights(refs: Refs, sizes: DispatchSizes, me: jax.Array, num_early: int) -> None:
+    """Find the next slot with rows from each slot on, and read the other arrays of slot 0, or of the first with rows.
+
+    Weights of a slot without rows are overwritten once they are there.
+    """
+    next_s = refs.tables.next_s
+    next_s[sizes.num_slots] = sizes.num_slots
+
+    def find(k: jax.Array, _: None) -> None:
+        slot = sizes.num_slots - 1 - k
+        num_rows = refs.tables.table_s[3 * sizes.num_ranks, me * sizes.num_slots + slot]
+        next_s[slot] = jnp.where(num_rows > 0, slot, next_s[slot + 1])
+
+    jax.lax.fori_loop(0, sizes.num_slots, find, None)
+
+    @pl.when(next_s[0] == 0)
+    def _() -> None:
+        for copy in _first_copies(refs, sizes, slice(num_early, None)):
+            copy.start()
+
+    @pl.when(next_s[0] > 0)
+    def _() -> None:
+        for copy in _first_copies(refs, sizes, slice(num_early)):
+            copy.wait()
+        read_weights(refs, sizes, next_s[0], jnp.int32(0), half=jnp.int32(0))
+
+
+def next_weights(
+    refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, after: jax.Array, *, turn: jax.Array
+) -> jax.Array:
+    """Begin to read the next block, and wait for a block of a slot's weights; return the half that holds the block.
+
+    After the last block comes the first block of the slot `after`.
+    """
+    half, is_last = jax.lax.rem(turn, 2), block == sizes.num_blocks - 1
+    read_weights(refs, sizes, jnp.where(is_last, after, slot), jnp.where(is_last, 0, block + 1), half=1 - half)
+    for copy in weight_copies(refs, sizes, slot, block, half=half):
+        copy.wait()
+    return half
+
+
+def read_weights(refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, *, half: jax.Array) -> None:
+    """Begin to read a block into a half; nothing is read beyond the last slot."""
+
+    @pl.when(slot < sizes.num_slots)
+    def _() -> None:
+        for copy in weight_copies(refs, sizes, slot, block, half=half):
+            copy.start()
+
+
+def weight_copies(
+    refs: Refs,
+    sizes: DispatchSizes,
+    slot: jax.Array,
+    block: jax.Array,
+    *,
+    half: jax.Array,
+    arrays: slice = slice(None),
+) -> list[Any]:
+    """Return the copies of some arrays of a block into a half."""
+    index, semaphore = refs.tables.first_s[0] + slot, refs.semaphores.weights_in.at[half]
+    part = pl.ds(pl.multiple_of(block * sizes.block, sizes.block), sizes.block)
+    # Of gate and up, and of their scales, a block has columns, of down rows; the scales of down are whole.
+    columns, rows, whole = (index, slice(None), part), (index, part), (index,)
+    cuts = (columns, columns, rows, columns, columns, whole) if sizes.is_streamed else (whole,) * 6
+    triples = list(zip(refs.operands.weights_X, refs.weights_H, cuts, strict=False))[arrays]
+    return [pltpu.make_async_copy(flat.at[cut], held.at[half], semaphore) for flat, held, cut in triples]
+
+
+def _first_copies(refs: Refs, sizes: DispatchSizes, arrays: slice) -> list[Any]:
+    """Return the copies of some arrays of the first block of slot 0."""
+    return weight_copies(refs, sizes, jnp.int32(0), jnp.int32(0), half=jnp.int32(0), arrays=arrays)
