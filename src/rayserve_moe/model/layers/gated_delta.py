@@ -277,7 +277,7 @@ def advance_layer(
 ) -> tuple[jax.Array, Pools]:
     """Compute `apply` of a mixer with a delta rule; `project_rows(own, normed_TD, weights)` projects the stream."""
     (normed_TD, pools), (weights, of_step, layer, config) = rows, inputs
-    step, kernels = of_step.prepared[own.kind], config.kernels.recurrence
+    step, kernels, by_rows = of_step.prepared[own.kind], config.kernels.recurrence, config.kernels.by_rows
     if kernels.advance_layer is not None:
         arrays = DeltaPools(*pools[STATE])
         out_TD, arrays = kernels.advance_layer(
@@ -288,21 +288,24 @@ def advance_layer(
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     place, arrays = (layer * step.num_entries, layer * step.num_rows), DeltaPools(*pools[STATE])
     with jax.named_scope("projections"):
-        given = project_rows(own, normed_TD, of_layer)
+        given = by_rows(lambda part_TD: project_rows(own, part_TD, of_layer), normed_TD)
     with jax.named_scope("convolution"):
         taps_JKW = by_key_head(*(of_layer[name][:, 0] for name in ("q_taps_LJ1K", "k_taps_LJ1K", "v_taps_LJ1H")), own)
         mixed_TKW = kernels.short_conv(given.channels_TKW, taps_JKW, arrays, step.history, layer=place)
-        tokens = _tokens(own, mixed_TKW.astype(normed_TD.dtype), given)
+        tokens = by_rows(lambda part: _tokens(own, *part), (mixed_TKW.astype(normed_TD.dtype), given))
     with jax.named_scope("recurrence"):
         out_THv, arrays = kernels.advance(tokens, arrays, step.pieces, layer=place)
     with jax.named_scope("output_product"):
-        normed_THv = rms_norm(out_THv, of_layer["norm_Lv"], config.spec.norm_eps)
-        gate_THv = OUTPUT_GATES[own.gates.output](given.gate_THv.astype(jnp.float32))
-        gated_THv = (normed_THv * gate_THv).astype(normed_TD.dtype)
-        gated_THv = jnp.where(of_step.valid_T[:, None, None], gated_THv, 0)
-        out_TD = jnp.matmul(
-            gated_THv.reshape(len(normed_TD), -1), of_layer["o_LHD"], preferred_element_type=jnp.float32
-        )
+
+        def multiply_out(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            out_THv, gate_THv, valid_T = part
+            normed_THv = rms_norm(out_THv, of_layer["norm_Lv"], config.spec.norm_eps)
+            gate_THv = OUTPUT_GATES[own.gates.output](gate_THv.astype(jnp.float32))
+            gated_THv = (normed_THv * gate_THv).astype(normed_TD.dtype)
+            gated_TH = jnp.where(valid_T[:, None, None], gated_THv, 0).reshape(len(out_THv), -1)
+            return jnp.matmul(gated_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
+
+        out_TD = by_rows(multiply_out, (out_THv, given.gate_THv, of_step.valid_T))
         out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
     return out_TD, {**pools, STATE: tuple(arrays)}
 

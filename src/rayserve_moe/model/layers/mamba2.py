@@ -10,7 +10,9 @@ values are x, and `beta` is the step dt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -124,6 +126,7 @@ def apply(own: Mamba2, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tu
     """Advance the states of a step's rows; return the addend of the stream [T, D], and the pools."""
     (normed_TD, pools), (weights, of_step, layer, config) = rows, inputs
     step, kernels, num_tokens = of_step.prepared[KIND], config.kernels.recurrence, len(normed_TD)
+    by_rows = config.kernels.by_rows
     if kernels.advance_mamba2_layer is not None:
         out_TD, arrays = kernels.advance_mamba2_layer(
             normed_TD,
@@ -139,12 +142,7 @@ def apply(own: Mamba2, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tu
     of_layer = {name: stacked[layer] for name, stacked in weights.items()}
     place, arrays = (layer * step.num_entries, layer * step.num_rows), DeltaPools(*pools[STATE])
     with jax.named_scope("projections"):
-        z_TI, x_TI, b_TN, c_TN, step_TH = (
-            project(normed_TD, of_layer[name]) for name in ("z_LDI", "x_LDI", "b_LDN", "c_LDN", "step_LDH")
-        )
-        channels_TKW = _by_group(c_TN, b_TN, x_TI, own)
-        step_TH = jax.nn.softplus(step_TH.astype(jnp.float32) + of_layer["step_bias_LH"])
-        step_TH = jnp.maximum(step_TH, own.min_step)
+        z_TI, channels_TKW, step_TH = by_rows(lambda part_TD: _projected(own, part_TD, of_layer), normed_TD)
     with jax.named_scope("convolution"):
         taps = (of_layer[name][:, 0] for name in ("c_taps_LJ1N", "b_taps_LJ1N", "x_taps_LJ1I"))
         biases = [of_layer[name][None] for name in ("c_bias_LN", "b_bias_LN", "x_bias_LI") if own.conv_bias]
@@ -166,18 +164,36 @@ def apply(own: Mamba2, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tu
         out_THv, arrays = kernels.advance(tokens, arrays, step.pieces, layer=place, delta=False)
         out_THv = out_THv + of_layer["skip_LH"][:, None] * x_THv.astype(jnp.float32)
     with jax.named_scope("output_product"):
-        gated_TI = out_THv.reshape(z_TI.shape) * jax.nn.silu(z_TI.astype(jnp.float32))
-        num_groups = channels_TKW.shape[1]
-        normed_TKv = rms_norm(
-            gated_TI.reshape(num_tokens, num_groups, -1),
-            of_layer["norm_LI"].reshape(num_groups, -1),
-            config.spec.norm_eps,
+        multiply = partial(
+            _output_product, of_layer=of_layer, num_groups=channels_TKW.shape[1], eps=config.spec.norm_eps
         )
-        inner_TI = normed_TKv.reshape(z_TI.shape).astype(normed_TD.dtype)
-        inner_TI = jnp.where(of_step.valid_T[:, None], inner_TI, 0)
-        out_TD = jnp.matmul(inner_TI, of_layer["o_LID"], preferred_element_type=jnp.float32)
+        out_TD = by_rows(multiply, (out_THv, z_TI, of_step.valid_T))
         out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
     return out_TD, {**pools, STATE: tuple(arrays)}
+
+
+def _projected(
+    own: Mamba2, normed_TD: jax.Array, of_layer: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Project the stream: gates of the output [T, I], inputs of the convolution [T, K, W], and steps [T, H]."""
+    z_TI, x_TI, b_TN, c_TN, step_TH = (
+        project(normed_TD, of_layer[name]) for name in ("z_LDI", "x_LDI", "b_LDN", "c_LDN", "step_LDH")
+    )
+    step_TH = jax.nn.softplus(step_TH.astype(jnp.float32) + of_layer["step_bias_LH"])
+    return z_TI, _by_group(c_TN, b_TN, x_TI, own), jnp.maximum(step_TH, own.min_step)
+
+
+def _output_product(
+    rows: tuple[jax.Array, jax.Array, jax.Array], *, of_layer: Mapping[str, jax.Array], num_groups: int, eps: float
+) -> jax.Array:
+    """Gate and norm the outputs [T, H, v] of valid tokens and multiply them: float32 [T, D]."""
+    out_THv, z_TI, valid_T = rows
+    gated_TI = out_THv.reshape(z_TI.shape) * jax.nn.silu(z_TI.astype(jnp.float32))
+    scale_Kv = of_layer["norm_LI"].reshape(num_groups, -1)
+    normed_TKv = rms_norm(gated_TI.reshape(len(z_TI), num_groups, -1), scale_Kv, eps)
+    inner_TI = normed_TKv.reshape(z_TI.shape).astype(z_TI.dtype)
+    inner_TI = jnp.where(valid_T[:, None], inner_TI, 0)
+    return jnp.matmul(inner_TI, of_layer["o_LID"], preferred_element_type=jnp.float32)
 
 
 def _by_group(c_JN: jax.Array, b_JN: jax.Array, x_JI: jax.Array, own: Mamba2) -> jax.Array:

@@ -227,10 +227,10 @@ def apply(
             return config.kernels.norm(rows_TD.astype(normed_TD.dtype), scale_MD[layer], config.spec.norm_eps)
 
     router, norms = router_of_layer(_stacked_router(experts, layer)), params.get("expert_norms", {})
-    routed_TD, latents = normed_TD, params.get("expert_latents", {})
+    routed_TD, latents, by_rows = normed_TD, params.get("expert_latents", {}), config.kernels.by_rows
     if latents:
         with jax.named_scope("latent_in"):
-            routed_TD = project(normed_TD, latents["in_MDl"][layer])
+            routed_TD = by_rows(lambda part: project(part, latents["in_MDl"][layer]), normed_TD)
         router = router._replace(rows_TD=normed_TD)
     if config.spec.router.own_norm:
         router = router._replace(rows_TD=normed(rows.hidden_TD, experts["norm_MD"]))
@@ -252,7 +252,7 @@ def apply(
     )
     if latents:
         with jax.named_scope("latent_out"):
-            out_TD = project(out_TD.astype(normed_TD.dtype), latents["out_MlD"][layer])
+            out_TD = by_rows(lambda part: project(part, latents["out_MlD"][layer]), out_TD.astype(normed_TD.dtype))
     out_TD = normed(out_TD, norms["after_MD"]) if norms else out_TD
     if config.spec.experts.shared != "none":
         activation = config.spec.experts.gating(kind.mlp_limit)
