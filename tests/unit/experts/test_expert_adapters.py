@@ -29,8 +29,9 @@ PAIRS = drawn_pairs(CASE)
 
 
 @cache
-def compiled(backend: str, num_redundant: int = 8) -> MoeRun:
-    return MoeRun(CASE, plan_of(*MESH), backend=backend, num_redundant=num_redundant, optimized=True)
+def compiled(backend: str) -> MoeRun:
+    optimized = backend != "replicated"
+    return MoeRun(CASE, plan_of(*MESH), backend=backend, num_redundant=8, optimized=optimized)
 
 
 def merged(adapter: int, case: MoeCase = CASE) -> MoeCase:
