@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 
 from rayserve_moe import Engine
+from rayserve_moe.config.settings import ServerSettings
+from rayserve_moe.serving.api_state import ApiState
+from rayserve_moe.serving.http import create_api
+from tests.support.checkpoints.adapters import make_adapter
+from tests.support.serving.http_server import running
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "apart"
@@ -77,6 +82,25 @@ def test_tinker_samples_and_scores(url: str, engine: Engine, name: str) -> None:
     assert told["top"][0] is None
     top = [[entry[1] for entry in each] for each in first["input_top_logprobs"][1:]]
     assert [[pair[0] for pair in each] for each in told["top"][1:]] == top
+
+
+@pytest.mark.parametrize("name", TINKER)
+def test_tinker_samples_by_saved_weights(engine: Engine, checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """The adapter is merged, so that the engine answers by it too."""
+    saved = "run-1/sampler_weights/step-1"
+    make_adapter(checkpoint, "shared_outer").write(tmp_path / saved)
+    state = ApiState(engine.loop, engine.tokenizer, ServerSettings(), weight_roots=(str(tmp_path),))
+    environment = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
+    assert engine.update_weights_from_disk(checkpoint).success
+    sampling = {"input_ids": [10, 11, 12, 13], "max_new_tokens": 5, "temperature": 0.0}
+    base = engine.generate(**sampling)
+    with running(create_api(state)) as url:
+        script = str(SCRIPTS / "ask_tinker_saved.py")
+        told = json.loads(run(name, "python", script, url, f"tinker://{saved}", **environment))
+    wanted = engine.generate(**sampling)
+    assert engine.update_weights_from_disk(checkpoint).success
+    assert told["tokens"] == wanted["output_ids"] != base["output_ids"]
+    assert "no such weights" in told["refused"]
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])

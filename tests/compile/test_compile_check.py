@@ -83,10 +83,8 @@ def test_two_layers_decode_without_copies(model, topology, values):
 @pytest.mark.slow
 def test_steps_with_adapters_copy_no_weights():
     case = case_of("qwen3-30b-a3b", "v6e:2x4", {"max_loras": 8, "expert_backend": "all_to_all"})
-    names = (f"{PREFILL}_adapters", f"{DECODE}_adapters", "put_adapter")
-    *steps, put = check(case, names=names).programs
-    for step in steps:
-        assert_sound(step)
+    step, put = check(case, names=(f"{DECODE}_adapters", "put_adapter")).programs
+    assert_sound(step)
     assert put.error == "" and put.is_in_place and put.copies == []
 
 
