@@ -31,6 +31,8 @@ class Turn:
     spans: tuple[Span, ...]
     num_answer: int
     gap_s: float = 0.0
+    calls: tuple[Conversation, ...] = ()
+    """Conversations of subagents, which begin with its gap; its prompt is sent when they have ended, too."""
 
     @property
     def num_tokens(self) -> int:
@@ -47,8 +49,9 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts and answers, at its end."""
-        return sum(turn.num_tokens + turn.num_answer for turn in self.turns)
+        """Tokens of prompts and answers, at its end, with those of subagents."""
+        own = sum(turn.num_tokens + turn.num_answer for turn in self.turns)
+        return own + sum(called.num_tokens for turn in self.turns for called in turn.calls)
 
 
 @dataclass(frozen=True)
