@@ -1,12 +1,11 @@
-"""Agents' sessions above and below saturation: time of a session and to a first token, by order of admission.
+"""Agents' sessions below and above saturation: times of sessions and first tokens, by order of admission.
 
-    python -m benchmarks.agent_sessions [--sessions 60,125,250,500] [--turns 20] [--model qwen3-30b-a3b]
+    python -m benchmarks.agent_sessions [--loads agents,subagents,rollouts] [--model qwen3-30b-a3b]
         [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
-Simulated time, as in `benchmarks.fleet_simulation`, on one replica. All sessions begin within 30 s. Turns follow the
-shape `agents`, after Mooncake's trace of agents, with `--turns` turns in the mean; tools take 4 s between two turns.
-`arrival` admits waiting requests in order of arrival; `front` prefers the most cached of the first eight, as SGLang
-does; `cached` is the product's order.
+Simulated time, as in `benchmarks.fleet_simulation`, on one replica. All sessions begin within 30 s, and tools take 4 s
+between two turns. `arrival` admits waiting requests in order of arrival; `cached` is the product's order. The last rows
+of a load have a third of the pages.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from itertools import islice, takewhile
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,13 +27,13 @@ from benchmarks.fleet_table import agent_sessions
 from benchmarks.simulation.fleet import Seen, simulate
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.slices import slice_replica
-from benchmarks.simulation.workloads import SHAPES, Conversation, conversation_at
+from benchmarks.simulation.workloads import SHAPES, Conversation, Span, conversation_at
 from rayserve_moe.scheduling import scheduler
 from rayserve_moe.scheduling.sequence import Sequence as Waiting
 
 BEGIN_S, TOOL_S = 30.0, 4.0
-FIRST_COMPARED, MAX_PASSED_OVER = 8, 16
-"""Limits of the order `front`."""
+TTFT_S, TPOT_S = 2.0, 0.05
+"""Bounds of a good request."""
 
 
 def by_arrival(waiting: Sequence[Waiting], *, cached_tokens: Callable[[Waiting], int]) -> int:
@@ -43,17 +42,7 @@ def by_arrival(waiting: Sequence[Waiting], *, cached_tokens: Callable[[Waiting],
     return 0
 
 
-def by_front(waiting: Sequence[Waiting], *, cached_tokens: Callable[[Waiting], int]) -> int:
-    """Return the place of the most cached of the first few sequences, or of one that was passed over too often."""
-    queue, priority = waiting[0].queue, waiting[0].request.priority
-    if queue.num_to_recompute or queue.num_passed_over >= MAX_PASSED_OVER:
-        return 0
-    equals = takewhile(lambda each: each.request.priority == priority, islice(waiting, FIRST_COMPARED))
-    cached = [cached_tokens(each) for each in equals]
-    return cached.index(max(cached))
-
-
-ORDERS = {"arrival": by_arrival, "front": by_front, "cached": None}
+ORDERS = {"arrival": by_arrival, "cached": None}
 
 
 def ordered(order: str) -> AbstractContextManager[Any]:
@@ -62,59 +51,92 @@ def ordered(order: str) -> AbstractContextManager[Any]:
     return nullcontext() if choose is None else patch.object(scheduler, "next_to_admit", choose)
 
 
-def sessions(count: int, *, turns: float, seed: int) -> Iterator[Conversation]:
+@dataclass(frozen=True)
+class Load:
+    """A kind of session, each of turns like those of Mooncake's trace of agents."""
+
+    counts: tuple[int, ...]
+    """Sessions that have 0.3, 1 and 3.3 times the tokens of the pool."""
+    caller_share: float = 0.0
+    """Share of sessions that call subagents in a turn, which waits for all of them."""
+    group: int = 1
+    """Sessions that begin together with the same prompt."""
+
+
+LOADS = {
+    "agents": Load((23, 75, 250)),
+    "subagents": Load((17, 52, 172), caller_share=0.44),
+    "rollouts": Load((24, 72, 256), group=8),
+}
+"""`subagents` are called in 44 % of sessions, as vLLM publishes of its load AgentX; `rollouts` are groups of eight."""
+TURNS = 20.0
+"""Mean of the geometric number of a session's turns, before sessions are cut at the context."""
+CALLED, CALLED_TURNS = 2, 5.0
+"""Subagents of a call, and their turns in the mean (assumed)."""
+
+
+def sessions(load: Load, count: int, *, seed: int) -> Iterator[Conversation]:
     """Yield sessions by start time."""
     draw = np.random.default_rng(seed)
-    shape = replace(SHAPES["agents"], turns=turns, gap_s=TOOL_S)
-    for at in np.sort(draw.uniform(0, BEGIN_S, count)).tolist():
-        yield conversation_at(shape, at, draw)
+    shape = replace(SHAPES["agents"], turns=TURNS, gap_s=TOOL_S)
+    starts = np.sort(draw.uniform(0, BEGIN_S, -(-count // load.group))).repeat(load.group)
+    first: tuple[Span, ...] = ()
+    for number, at in enumerate(starts[:count].tolist()):
+        one = conversation_at(shape, at, draw)
+        first = one.turns[0].spans if number % load.group == 0 else first
+        turns = [replace(one.turns[0], spans=first), *one.turns[1:]]
+        while len(turns) > 1 and Conversation(at, tuple(turns)).num_tokens > shape.longest:
+            turns.pop()
+        if load.caller_share and len(turns) > 1 and draw.random() < load.caller_share:
+            place = int(draw.integers(1, len(turns)))
+            called = (conversation_at(replace(shape, turns=CALLED_TURNS), 0.0, draw) for _ in range(CALLED))
+            turns[place] = replace(turns[place], calls=tuple(called))
+        yield Conversation(at, tuple(turns))
 
 
-def figures(seen: Seen) -> dict[str, float]:
-    """Return times of sessions and requests, and rates."""
+def figures(seen: Seen, *, roots: Sequence[Conversation]) -> dict[str, float]:
+    """Return times of sessions, from their first request to their last token, and of requests, and rates."""
     spans: dict[int, tuple[float, float]] = {}
     for asked in seen.asked:
         began, ended = spans.get(id(asked.conversation), (asked.arrived_at, asked.last_at))
         spans[id(asked.conversation)] = min(began, asked.arrived_at), max(ended, asked.last_at)
-    session_s = np.array([ended - began for began, ended in spans.values()])
-    waits = np.array([asked.first_at - asked.arrived_at for asked in seen.asked])
-    num_tokens = sum(asked.conversation.turns[asked.turn].num_answer for asked in seen.asked)
+    session_s = np.array([spans[id(one)][1] - spans[id(one)][0] for one in roots])
+    shown = ("goodput_s", "ttft_p50_s", "ttft_p99_s", "tokens_s", "hits")
+    of_requests = seen.figures(ttft_s=TTFT_S, tpot_s=TPOT_S)
     return {
         "session_mean_s": float(session_s.mean()),
         "session_p99_s": float(np.quantile(session_s, 0.99)),
-        "ttft_p50_s": float(np.quantile(waits, 0.5)),
-        "ttft_p99_s": float(np.quantile(waits, 0.99)),
-        "tokens_s": num_tokens / seen.ended_at,
-        "hits": sum(asked.num_cached for asked in seen.asked) / sum(asked.num_given for asked in seen.asked),
+        **{name: of_requests[name] for name in shown},
+        "ttft_max_s": max(asked.first_at - asked.arrived_at for asked in seen.asked),
     }
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Simulate every order at every number of sessions, all with the same sessions."""
+    """Simulate every order on every load, all with the same sessions."""
     sizes = {"page_size": LIMITS.page_size, "longest": LIMITS.max_tokens - 1}
     found = slice_replica(arguments.model, arguments.topology, num_data_ranks=arguments.data_ranks, **sizes)
-    limits = replace(LIMITS, num_data_ranks=found.num_data_ranks, num_pages=found.num_pages)
-    num_held = limits.num_pages * limits.num_data_ranks * limits.page_size
     rows = []
-    for count in arguments.sessions:
-        asked = list(sessions(count, turns=arguments.turns, seed=arguments.seed))
-        over_pool = sum(one.num_tokens for one in asked) / num_held
-        for order in ORDERS:
-            how = {"num_replicas": 1, "request_s": found.steps.request_s, "seed": arguments.seed}
-            with ordered(order):
-                seen = simulate("round robin", lambda: SimulatedReplica(limits, found.steps), asked, **how)
-            rows.append({"sessions": count, "over_pool": over_pool, "order": order, **figures(seen)})
-            note(f"{count} sessions, {order}: {rows[-1]['session_mean_s']:.0f} s each")
-    return {"replica": f"{arguments.model} on {arguments.topology}", "turns": arguments.turns, "rows": rows}
+    for name in arguments.loads:
+        counts = LOADS[name].counts
+        for count, part in [*((count, 1) for count in counts), (counts[-1], 3)]:
+            limits = replace(LIMITS, num_data_ranks=found.num_data_ranks, num_pages=found.num_pages // part)
+            roots = list(sessions(LOADS[name], count, seed=arguments.seed))
+            num_held = limits.num_pages * limits.num_data_ranks * limits.page_size
+            over_pool = sum(one.num_tokens for one in roots) / num_held
+            for order in ORDERS:
+                how = {"num_replicas": 1, "request_s": found.steps.request_s, "seed": arguments.seed}
+                with ordered(order):
+                    seen = simulate("round robin", partial(SimulatedReplica, limits, found.steps), roots, **how)
+                given = {"load": name, "sessions": count, "over_pool": over_pool, "order": order}
+                rows.append({**given, **figures(seen, roots=roots)})
+                note(f"{count} {name}, {order}: {rows[-1]['session_mean_s']:.0f} s each")
+    return {"replica": f"{arguments.model} on {arguments.topology}", "rows": rows}
 
 
 def main() -> None:
     """Simulate, write the result file, print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--sessions", type=lambda text: [int(part) for part in text.split(",")], default="60,125,250,500"
-    )
-    parser.add_argument("--turns", type=float, default=20.0)
+    parser.add_argument("--loads", type=lambda text: text.split(","), default=list(LOADS))
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--topology", default="v6e:2x4")
     parser.add_argument("--data-ranks", type=int, default=4)

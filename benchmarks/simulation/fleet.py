@@ -146,6 +146,7 @@ class Simulation:
         self._routing = Routing(policy, self._replicas, page_size=page_size, seed=seed)
         self._request_s, self._events, self._numbers = request_s, list[Event](), count()
         self._asked: dict[Sequence, Asked] = {}
+        self._callers: dict[int, Callable[[float], None]] = {}
         self._num_reports = 0
         self._seen = Seen(num_replicas=len(replicas))
 
@@ -243,12 +244,31 @@ class Simulation:
         conversation, following = asked.conversation, asked.turn + 1
         if following < len(conversation.turns):
             answer = np.full(conversation.turns[asked.turn].num_answer, ANSWER_ID, np.int32)
-            history = np.concatenate([asked.prompt, answer])
-            self._at(
-                now + conversation.turns[following].gap_s,
-                lambda then: self._ask(conversation, following, history, then),
-            )
+            self._continue(conversation, following, np.concatenate([asked.prompt, answer]), now)
+        else:
+            self._leave(conversation, now)
         asked.prompt = np.zeros(0, np.int32)
+
+    def _continue(self, conversation: Conversation, turn: int, history: np.ndarray, now: float) -> None:
+        """Have a conversation ask its next turn once its gap is over and its subagents have ended."""
+        following = conversation.turns[turn]
+        left = 1 + len(following.calls)
+
+        def ended(then: float) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self._ask(conversation, turn, history, then)
+
+        self._at(now + following.gap_s, ended)
+        for called in following.calls:
+            self._callers[id(called)] = ended
+            self._ask(called, 0, np.zeros(0, np.int32), now)
+
+    def _leave(self, conversation: Conversation, now: float) -> None:
+        """Tell the caller of a subagent that it has ended."""
+        if (ended := self._callers.pop(id(conversation), None)) is not None:
+            ended(now)
 
 
 def simulate(

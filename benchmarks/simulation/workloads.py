@@ -33,6 +33,8 @@ class Turn:
     gap_s: float = 0.0
     num_dropped: int = 0
     """Tokens at the end of the history that its prompt leaves out, by an edit of the history."""
+    calls: tuple[Conversation, ...] = ()
+    """Conversations of subagents, which begin with its gap; its prompt is sent when they have ended, too."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,8 +53,9 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts and answers, at its end."""
-        return sum(turn.num_tokens + turn.num_answer for turn in self.turns)
+        """Tokens of prompts and answers, at its end, with those of subagents."""
+        own = sum(turn.num_tokens + turn.num_answer for turn in self.turns)
+        return own + sum(called.num_tokens for turn in self.turns for called in turn.calls)
 
 
 @dataclass(frozen=True)

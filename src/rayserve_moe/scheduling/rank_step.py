@@ -20,8 +20,10 @@ from rayserve_moe.state.groups import EntryGroup, PageGroup
 
 CANDIDATES = 8
 """Maximum waiting sequences of each kind to match before an admission."""
-MIN_PASSES, PASSES_PER_WAITING = 16, 2
-"""Times that others may be admitted before the sequence at the front: a minimum, and a number per waiting sequence."""
+MIN_PASSES, PASSES_PER_WAITING = 16, 1
+"""Times that others may be admitted before the sequence at the front: a minimum, and a number per waiting sequence.
+
+With more, evicted turns wait longer; with fewer, more turns are evicted, so that all wait (`docs/figures/fleet.md`)."""
 
 
 @dataclass(frozen=True)

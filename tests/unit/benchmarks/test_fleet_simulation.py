@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.agent_sessions import LOADS, Load, sessions
 from benchmarks.fleet_simulation import merged
 from benchmarks.simulation.calibrate import fit
 from benchmarks.simulation.costs import MeasuredSteps, StepLoad, load_of
@@ -48,6 +49,36 @@ def test_requests_that_come_together_share_steps() -> None:
     assert {round(one.first_at, 6) for one in seen.asked} == {round(1.005 + 0.01 + 40 * 0.0002, 6)}
     # Four sequences have an event after 0.04 s, and at their end: after three steps, three more, and one.
     assert sorted(seen.gaps) == pytest.approx([0.014] * 4 + [0.042] * 8)
+
+
+def test_a_turn_waits_for_the_subagents_that_it_calls_and_for_its_gap() -> None:
+    called = tuple(replace(alone(20 * size, 8), turns=(Turn(((size, 20 * size),), 8),)) for size in (1, 2))
+    for gap_s in (0.0, 50.0):
+        caller = replace(alone(10, 2), turns=(Turn(((5, 10),), 2), Turn(((6, 10),), 2, gap_s, called)))
+        seen = run("round robin", [caller], num_replicas=1)
+        first, *ours, last = sorted(seen.asked, key=lambda asked: asked.arrived_at)
+        assert [one.conversation for one in (first, last)] == [caller, caller] and {
+            id(one.conversation) for one in ours
+        } == set(map(id, called))
+        assert {one.arrived_at for one in ours} == {first.last_at}
+        assert last.arrived_at == pytest.approx(max(first.last_at + gap_s, *(one.last_at for one in ours)))
+        assert caller.num_tokens == 24 + 60 + 16
+
+
+def test_sessions_are_those_of_their_load() -> None:
+    longest = SHAPES["agents"].longest
+    plain, called, groups = (list(sessions(LOADS[name], 250, seed=1)) for name in ("agents", "subagents", "rollouts"))
+    assert plain == list(sessions(Load((1,)), 250, seed=1)), "runs repeat"
+    for found in (plain, called, groups):
+        assert [one.starts_at for one in found] == sorted(one.starts_at for one in found)
+        assert all(sum(t.num_tokens + t.num_answer for t in one.turns) <= longest for one in found)
+    callers = [one for one in called if any(turn.calls for turn in one.turns)]
+    assert 0.3 < len(callers) / len(called) < 0.5 and all(not one.turns[0].calls for one in callers)
+    for place in range(0, 250, 8):
+        group = groups[place : place + 8]
+        assert len({(one.starts_at, one.turns[0].spans) for one in group}) == 1
+        assert len({one.turns[1].spans for one in group if len(one.turns) > 1}) > 1
+    assert len({one.turns[0].spans for one in groups}) == 32
 
 
 def test_what_comes_during_a_step_waits_for_its_end() -> None:
