@@ -31,10 +31,10 @@ class Turn:
     spans: tuple[Span, ...]
     num_answer: int
     gap_s: float = 0.0
-    num_dropped: int = 0
-    """Tokens at the end of the history that its prompt leaves out, by an edit of the history."""
     calls: tuple[Conversation, ...] = ()
     """Conversations of subagents, which begin with its gap; its prompt is sent when they have ended, too."""
+    num_dropped: int = 0
+    """Tokens at the end of the history that its prompt leaves out, by an edit of the history."""
 
     @property
     def num_tokens(self) -> int:

@@ -92,7 +92,6 @@ def test_a_pool_too_small_for_all_prefixes_keeps_some_and_serves_all(
     assert 0 < found < all_cached, "some of it had to make room"
 
 
-@pytest.mark.sampled(2)
 def test_hints_change_what_stays_cached_and_nothing_else(engine: Engine, alone: Outcomes):
     """Sessions end and are edited, and protections compete for half of a pool that is too small for all."""
     generator = np.random.default_rng(5)

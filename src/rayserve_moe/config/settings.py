@@ -188,10 +188,11 @@ class CacheSettings:
     """Keep the pages of prompts and answers for later requests with the same prefix."""
     evicts_by_session: bool = True
     """Evict cached pages of ended sessions, and branches that an edited history leaves, before others."""
-    protected_share: float = _number(0.25, (0.0, 0.9))
+    protected_share: float = _number(0.5, (0.0, 0.9))
     """Share of the pages that hints of clients, such as TTLs, may protect from eviction while others are cached."""
-    max_protected_s: float = _number(3600.0, (0.0, 86_400.0))
-    """Maximum seconds of such a protection; longer TTLs have this effect."""
+    max_protected_s: float = _number(30.0, (0.0, 86_400.0))
+    """Maximum seconds of such a protection; longer TTLs last this long. Longer than the pauses of agents' tools costs
+    hits, because sessions that have ended stay (docs/figures/fleet.md)."""
     mem_fraction: float = _number(0.8, (0.01, 1.0))
     """Fraction of the free memory given to pages if `num_pages` is 0."""
     state_fraction: float = _number(0.3, (0.0, 0.9))
