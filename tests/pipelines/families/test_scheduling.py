@@ -103,8 +103,8 @@ def test_cached_prompts_come_to_the_same(one_device: HostRunner, card: ModelCard
     cycle.scheduler.flush()
 
 
-DENSE_GATE = re.compile(r"\.layers\.(\d+)\.mlp\.gate(?:_up)?_proj\.weight$")
-"""Name of the gate of a dense MLP, alone or in one tensor with up."""
+DENSE = re.compile(r"\.layers\.(\d+)\.(?:mlp\.gate(?:_up)?|mixer\.(?:in|q|up))_proj\.weight$")
+"""Name of the gate of a dense MLP, alone or in one tensor with up; or of a layer's only part, which is not experts."""
 EXPERTS_OF_LAYER = re.compile(r"\.layers\.(\d+)\.experts\.")
 """Name of a tensor of experts that stand beside the MLP of their layer."""
 
@@ -112,7 +112,7 @@ EXPERTS_OF_LAYER = re.compile(r"\.layers\.(\d+)\.experts\.")
 def test_rows_are_those_of_the_layers_with_experts(core_checkpoint: Path, card: ModelCard, each_alone: Outcomes):
     with safe_open(core_checkpoint / "model.safetensors", "np") as tensors:
         names = [*tensors.offset_keys()]
-    dense = {int(found[1]) for name in names if (found := DENSE_GATE.search(name))}
+    dense = {int(found[1]) for name in names if (found := DENSE.search(name))}
     # An MLP may stand beside the experts of a layer.
     dense -= {int(found[1]) for name in names if (found := EXPERTS_OF_LAYER.search(name))}
     layout = card.routing
