@@ -14,7 +14,7 @@ NOTE = (
     "in; its range is the spread of the published times. The bound is the hardware's: bytes of the fullest device over "
     "peak HBM bandwidth, operations over the matrix peak, or one row per token and device over the links."
 )
-STEP_RATIOS = (1.2, 1.8)
+STEP_RATIOS = (1.15, 1.8)
 """Range of calibrated time / time at peak of whole decode steps, for results that have the time at peak alone."""
 
 
