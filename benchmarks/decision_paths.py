@@ -238,15 +238,14 @@ def run_path(path: str, model: Path, *, asked: Asked, plain: Answers) -> Counts:
 PATHS = ("stream", "several choices", "preempted", "cached", "drafts", "updated")
 
 
-def compare_paths(model: Path, *, samples: int, paths: Sequence[str] = PATHS) -> dict[str, Counts]:
-    """Return the counts of each path, `samples` choices on each."""
+def compare_paths(model: Path, *, samples: int, paths: Sequence[str] = PATHS) -> Iterator[tuple[str, Counts]]:
+    """Yield each path with its counts, `samples` choices on each."""
     asked = {1: Asked(prompts_of(samples)), CHOICES: Asked(prompts_of(samples // CHOICES), CHOICES)}
     choices_of = {path: CHOICES if path == "several choices" else 1 for path in paths}
     with served(model, **PLAIN) as (_, url):
         plain = {number: posted(url, asked[number], **MASKED) for number in set(choices_of.values())}
-    return {
-        path: run_path(path, model, asked=asked[number], plain=plain[number]) for path, number in choices_of.items()
-    }
+    for path, number in choices_of.items():
+        yield path, run_path(path, model, asked=asked[number], plain=plain[number])
 
 
 def main() -> None:
@@ -256,10 +255,11 @@ def main() -> None:
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     arguments = parser.parse_args()
     model = resolve_model_path("trained:calculator", cache_directory=default_cache_directory())
-    found = compare_paths(model, samples=arguments.samples, paths=arguments.paths)
-    for path, counts in found.items():
-        print(path, {part: dict(each) for part, each in counts.items() if each})
-    total = {part: sum((counts.get(part, Counter()) for counts in found.values()), Counter()) for part in PARTS}
+    total: Counts = {part: Counter() for part in PARTS}
+    for path, counts in compare_paths(model, samples=arguments.samples, paths=arguments.paths):
+        print(path, {part: dict(each) for part, each in counts.items() if each}, flush=True)
+        for part, each in counts.items():
+            total[part] += each
     print("in all", {part: dict(each) for part, each in total.items() if each})
     if any(each["differing"] for each in total.values()):
         raise SystemExit(1)

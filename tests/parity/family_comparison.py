@@ -36,6 +36,8 @@ UNSCALED = ("gemma4_text",)
 MAX_UNSCALED_DIFFERENCE = 5e-5
 """The same for scores without a factor, which carry more of the roundings on: transformers in float32 is 1e-5 from
 float64 in a prompt of 110 tokens, with either of its kinds of attention, and we are as near."""
+SCALED_LATER = ("laguna", "minimax_m3", "step3p5")
+"""Families whose factor multiplies the sum of the experts in transformers, not their weights."""
 TIE_GAP = 1e-5
 
 ENGINE: dict[str, Any] = {
@@ -60,6 +62,8 @@ class Reference:
     selection_bias: np.ndarray
     max_difference: float = MAX_RELATIVE_DIFFERENCE
     """Of float32 logits, by the largest of them."""
+    is_scaled_later: bool = False
+    """Weights of the reference's routers are without the factor."""
 
     @property
     def size(self) -> float:
@@ -78,7 +82,14 @@ def reference_of(reference: FamilyReference | LingReference, *, seed: int, case:
     scored = [reference.score([*prompt, *ids[:-1]]) for prompt, ids in zip(prompts, greedy_ids, strict=True)]
     max_difference = MAX_UNSCALED_DIFFERENCE if case.startswith(UNSCALED) else MAX_RELATIVE_DIFFERENCE
     max_difference = MAX_RECURRENT_DIFFERENCE if is_recurrent else max_difference
-    return Reference(prompts, greedy_ids, scored, reference.selection_bias(), max_difference)
+    return Reference(
+        prompts,
+        greedy_ids,
+        scored,
+        reference.selection_bias(),
+        max_difference,
+        is_scaled_later=case.startswith(SCALED_LATER),
+    )
 
 
 def outputs_of(engine: Engine, reference: Reference) -> list[PromptOutputs]:
@@ -174,12 +185,27 @@ def differing_rows(answers: list[dict[str, Any]], reference: Reference, spec: Mo
         differs = (found != np.sort(one.chosen, axis=-1)).any(-1)
         gaps = selection_gaps(one.router_logits, reference.selection_bias, spec.router)
         assert not (differs & (gaps >= TIE_GAP)).any(), f"{differs.sum()} of {differs.size} router rows differ"
-        assert_gates_are_of(answer, rows[:, list(spec.moe_layer_ids)], one.router_logits, spec.router)
+        ids = rows[:, list(spec.moe_layer_ids)]
+        assert_gates_are_described(answer, ids, one.router_logits, spec.router)
+        factor = spec.router.scale if reference.is_scaled_later else 1.0
+        assert_gates_are_of(answer, ids, one, is_same=~differs, factor=factor)
         num_differing, num_rows = num_differing + int(differs.sum()), num_rows + differs.size
     return num_differing, num_rows
 
 
 def assert_gates_are_of(
+    answer: dict[str, Any], ids_TMK: np.ndarray, one: Scored, *, is_same: np.ndarray, factor: float
+) -> None:
+    """Gates are the weights of the reference's router times `factor`, where `is_same` says that experts are equal."""
+    gates = extract_router_gates_from_meta_info(answer)
+    found, wanted = (
+        np.take_along_axis(weights, np.argsort(ids, axis=-1), axis=-1)[is_same]
+        for weights, ids in ((gates, ids_TMK), (factor * one.weights, one.chosen))
+    )
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * float(np.abs(wanted).max()))
+
+
+def assert_gates_are_described(
     answer: dict[str, Any], ids_TMK: np.ndarray, logits_TME: np.ndarray, router: RouterSpec
 ) -> None:
     """Gates are the reference's scores of the experts, as their description says: normalised, then scaled."""

@@ -104,12 +104,13 @@ def routers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
 @torch.no_grad()
 def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
     """Run all positions of sequences of one length at once; they follow each other in what is returned."""
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    seen: list[tuple[torch.Tensor, ...]] = []
     tokens: list[torch.Tensor] = []
 
     def keep(router: torch.nn.Module, _inputs: tuple, outputs: tuple) -> None:
         scores = outputs[0].float()
-        seen.append((scores.log() if type(router).__name__ in _PROBABILITIES else scores, outputs[2]))
+        weights = outputs[1] if outputs[1].shape == outputs[2].shape else outputs[1].gather(-1, outputs[2])
+        seen.append((scores.log() if type(router).__name__ in _PROBABILITIES else scores, outputs[2], weights.float()))
 
     def keep_tokens(_index: torch.nn.Module, _inputs: tuple, outputs: torch.Tensor) -> None:
         for each, kept in ((outputs, tokens), (ranked[-1], index_scores)):
@@ -128,11 +129,11 @@ def score(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Scored:
         for hook in hooks:
             hook.remove()
     assert seen and len(seen) == len(routers) and len(tokens) == len(indexers), "every router and index ran once"
-    router_logits, chosen = (np.stack([found[i].numpy() for found in seen], 1) for i in (0, 1))
+    router_logits, chosen, weights = (np.stack([found[i].numpy() for found in seen], 1) for i in range(3))
     tokens_ITK, scores_ITT = (
         np.concatenate([each.numpy() for each in kept]) if kept else None for kept in (tokens, index_scores)
     )
-    return Scored(logits.flatten(0, 1).numpy(), router_logits, chosen, tokens_ITK, scores_ITT)
+    return Scored(logits.flatten(0, 1).numpy(), router_logits, chosen, weights, tokens_ITK, scores_ITT)
 
 
 @contextmanager

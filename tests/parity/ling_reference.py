@@ -56,7 +56,7 @@ class LingReference:
         """Run all positions of one sequence at once."""
         weights, eps = self._weights, self.config["rms_norm_eps"]
         hidden_TD = weights["model.word_embeddings.weight"][np.asarray(token_ids)]
-        router_logits, chosen = [], []
+        routed = []
         for layer in range(self.config["num_hidden_layers"]):
             name = f"model.layers.{layer}."
             normed_TD = _norm(hidden_TD, weights[name + "input_layernorm.weight"], eps)
@@ -65,14 +65,13 @@ class LingReference:
             if layer < self.config["first_k_dense_replace"]:
                 hidden_TD = hidden_TD + self._mlp(name + "mlp.", normed_TD)
                 continue
-            added_TD, logits_TE, ids_TK = self._mix(name + "mlp.", normed_TD)
+            added_TD, *found = self._mix(name + "mlp.", normed_TD)
             hidden_TD = hidden_TD + added_TD
-            router_logits.append(logits_TE)
-            chosen.append(ids_TK)
+            routed.append(found)
         hidden_TD = _norm(hidden_TD, weights["model.norm.weight"], eps)
         tied = self.config.get("tie_word_embeddings", False)
         head_VD = weights["model.word_embeddings.weight" if tied else "lm_head.weight"]
-        return Scored(hidden_TD @ head_VD.T, np.stack(router_logits, 1), np.stack(chosen, 1))
+        return Scored(hidden_TD @ head_VD.T, *(np.stack(of_layers, 1) for of_layers in zip(*routed, strict=True)))
 
     def _attend(self, name: str, hidden_TD: np.ndarray) -> np.ndarray:
         config, weights = self.config, self._weights
@@ -92,7 +91,8 @@ class LingReference:
         found = np.einsum("hqk,khw->qhw", _softmax(scores_HTT), v_THh).reshape(len(hidden_TD), -1)
         return found @ weights[name + "dense.weight"].T + weights.get(name + "dense.bias", 0.0)
 
-    def _mix(self, name: str, hidden_TD: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _mix(self, name: str, hidden_TD: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return what is added, router logits, chosen experts, and their weights."""
         config, weights = self.config, self._weights
         logits_TE = hidden_TD @ weights[name + "gate.weight"].T
         scores_TE = 1 / (1 + np.exp(-logits_TE))
@@ -110,7 +110,7 @@ class LingReference:
         for expert in range(config["num_experts"]):
             share_T = np.where(ids_TK == expert, weights_TK, 0.0).sum(-1)
             added_TD = added_TD + share_T[:, None] * self._mlp(f"{name}experts.{expert}.", hidden_TD)
-        return np.asarray(added_TD), logits_TE, ids_TK
+        return np.asarray(added_TD), logits_TE, ids_TK, weights_TK
 
     def _mlp(self, name: str, hidden_TD: np.ndarray) -> np.ndarray:
         gate, up, down = (self._weights[f"{name}{part}_proj.weight"] for part in ("gate", "up", "down"))
