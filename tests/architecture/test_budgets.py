@@ -13,14 +13,16 @@ import pytest
 
 from benchmarks import house
 
-BUDGETS = {"modules": 60, "functions": 351, "one_importer": 113}
+BUDGETS = {"modules": 61, "functions": 360, "one_importer": 113}
 SLACK = {"functions": 5}
 """Number of functions whose call depends on how the threads of a request take turns."""
 WIDE_CLASSES: dict[str, int] = {
     "BalancingView": 19,
+    "GenerationRequest": 17,
     "GroupedAttention": 21,
     "ModelCard": 18,
     "Rollout": 21,
+    "ServerSettings": 17,
     "StepPlan": 17,
 }
 """Attributes of each class wider than `house.MAX_ATTRIBUTES`; no other class may be wider."""
