@@ -7,6 +7,7 @@ import itertools
 import httpx
 import pytest
 
+from rayserve_moe.engine import page_watch
 from rayserve_moe.requests.fields import INT32_MAX
 from rayserve_moe.requests.retention import NO_RETENTION, Retention
 from rayserve_moe.serving.errors import ApiError
@@ -117,7 +118,7 @@ def test_hints_of_anthropic_and_openai_are_read_where_their_clients_send_them(en
 @pytest.mark.parametrize("path", ["/finish_session", "/close_session"])
 def test_a_session_is_finished_by_its_own_key_and_salt_alone(engine, monkeypatch, submitted, path):
     finished = []
-    monkeypatch.setattr(engine.loop.control._cycle.scheduler, "finish_session", finished.append)
+    monkeypatch.setattr(page_watch, "finish_session", lambda _, session: finished.append(session))
     callers = ({}, {"Authorization": "Bearer other"})
     salts = ("", "salt")
     with served(engine) as url, httpx.Client(base_url=url, timeout=60) as http:

@@ -10,6 +10,7 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.scheduling.scheduler import finish_session
 from tests.support.engine.outputs import Outcomes, assert_all_same
 from tests.support.engine.random_hints import random_retention, random_session
 from tests.support.engine.run_requests import Way, cycle_for, kept_tokens, preempt_every, run_on
@@ -103,10 +104,10 @@ def test_hints_change_what_stays_cached_and_nothing_else(engine: Engine, alone: 
             for request in mixed_workload()
         ]
         assert_all_same(run_on(cycle, engine.card, hinted, intervene=preempt_every(7)), alone)
-        cycle.scheduler.finish_session("a")
+        finish_session(cycle.scheduler, "a")
         for rank in cycle.scheduler.ranks:
             rank.check_integrity()
-    protected = sum(rank.tree._order.num_protected for rank in cycle.scheduler.ranks)
+    protected = sum(rank.tree.order.num_protected for rank in cycle.scheduler.ranks)
     assert 0 < protected <= len(cycle.scheduler.ranks) * num_pages // 2, "there was nothing to protect"
 
 

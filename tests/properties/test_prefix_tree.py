@@ -147,14 +147,14 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
     @rule(owner=sessions)
     def finish(self, owner):
-        self.tree.finish(owner)
+        self.tree.order.finish(owner)
         self._release(page for page in self.cached.values() if page.owner == owner is not None)
 
     @rule(namespace=namespaces, letters=letters, owner=st.sampled_from(SESSIONS[1:]))
     def supersede(self, namespace, letters, owner):
         """Branches that part from a path after a page of their owner's are released, except those in use."""
         prefix = self._match(namespace, letters, owner)
-        self.tree.supersede(prefix, owner)
+        self.tree.order.supersede(prefix, owner)
         path = [letters[:n] for n in range(1, prefix.num_pages + 1)]
         own = [run for run in path if self.cached[namespace, run].owner == owner]
         locked = self._locked()
@@ -186,7 +186,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self.allocator.check_integrity([self.tree.held_page_ids(), *(holder.page_ids for holder in self.holders)])
         assert self.tree.num_cached_pages == len(self.cached)
         assert self.tree.num_evictable == len(self.cached.keys() - self._locked())
-        assert self.tree._order.num_protected == self._num_protected() <= self.max_protected
+        assert self.tree.order.num_protected == self._num_protected() <= self.max_protected
         for namespace, run in self.cached:
             assert self.tree.match_length(namespace, self._tokens(run)) == len(run) * self.page_size
 
@@ -313,14 +313,14 @@ TestPrefixTree.settings = examples(100, stateful_step_count=40)
         (lambda tree, leaf: setattr(leaf, "num_pages", 9), "the pages of a node are miscounted"),
         (lambda tree, leaf: setattr(leaf, "run", leaf.run[::-1]), "a node has a wrong key"),
         (lambda tree, leaf: setattr(leaf, "last_used", 99), "a node was used without its parent"),
-        (lambda tree, leaf: tree._order._leaves._heap.clear(), "lost its entry"),
-        (lambda tree, leaf: tree._order.pop(), "not queued"),
-        (lambda tree, leaf: tree._order._leaves.add(CachedPrefix(parent=leaf)), "queued after its end"),
+        (lambda tree, leaf: tree.order._leaves._heap.clear(), "lost its entry"),
+        (lambda tree, leaf: tree.order.pop(), "not queued"),
+        (lambda tree, leaf: tree.order._leaves.add(CachedPrefix(parent=leaf)), "queued after its end"),
         (lambda tree, leaf: setattr(leaf, "is_released", True), "queued, or too late"),
-        (lambda tree, leaf: tree._order.protect([leaf], until=2.0), "hangs free"),
+        (lambda tree, leaf: tree.order.protect([leaf], until=2.0), "hangs free"),
         (lambda tree, leaf: setattr(leaf.parent, "protected_until", 2.0), "protected pages are miscounted"),
         (lambda tree, leaf: setattr(leaf, "owner", "one"), "owners are wrong"),
-        (lambda tree, leaf: tree._order._owned.update(two={}), "an owner without pages"),
+        (lambda tree, leaf: tree.order._owned.update(two={}), "an owner without pages"),
         (lambda tree, leaf: setattr(leaf, "own_page_ids", leaf.parent.own_page_ids), "cached pages are miscounted"),
         (lambda tree, leaf: tree._allocator.release(leaf.own_page_ids), "without a reference"),
     ],

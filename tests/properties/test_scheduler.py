@@ -15,7 +15,7 @@ from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.data_rank import DataRank
-from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits
+from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits, finish_session
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count
@@ -140,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def finish_a_session(self):
-        self.scheduler.finish_session(random_session(self.generator) or "")
+        finish_session(self.scheduler, random_session(self.generator) or "")
 
     @precondition(lambda self: self.is_busy)
     @rule(count=st.integers(1, 6))

@@ -126,10 +126,6 @@ class EngineControl:
         """Hold new requests until a pause begins or ends; running requests continue to their end."""
         return self._commands.call(partial(self._hold_new, True))
 
-    def finish_session(self, session: str) -> Future[None]:
-        """Let the cached pages of a session leave first, except those that other requests have used."""
-        return self._commands.call(partial(self._cycle.scheduler.finish_session, session))
-
     @property
     def num_held(self) -> int:
         """Return the number of unfinished requests held by `hold_new`."""

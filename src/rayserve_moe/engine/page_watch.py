@@ -8,7 +8,7 @@ from functools import partial
 from rayserve_moe.engine.command_queue import CommandQueue
 from rayserve_moe.engine.cycle import StepCycle
 from rayserve_moe.scheduling.page_events import PageEvents
-from rayserve_moe.scheduling.scheduler import watch_pages
+from rayserve_moe.scheduling.scheduler import finish_session, watch_pages
 from rayserve_moe.scheduling.sequence import Sequence
 
 
@@ -40,6 +40,10 @@ class PageWatch:
     def start(self, events: PageEvents) -> Future[None]:
         """Record the cached pages, and all changes from now on, replacing any earlier recorder."""
         return self._commands.call(partial(watch_pages, self._cycle.scheduler, events))
+
+    def finish_session(self, session: str) -> Future[None]:
+        """Let the cached pages of a session leave first, except those that other requests have used."""
+        return self._commands.call(partial(finish_session, self._cycle.scheduler, session))
 
     def _queued(self) -> list[Sequence]:
         """Return the sequences whose known tokens are not all computed."""

@@ -96,7 +96,7 @@ class DataRank:
         sequence.data_rank, cache = self.index, sequence.cache
         cache.prefix, cache.num_flushes = prefix, self._num_flushes
         if cache.owner is not None and sequence.choice_index == 0:
-            self.tree.supersede(prefix, cache.owner)
+            self.tree.order.supersede(prefix, cache.owner)
         page_ids = prefix.page_ids
         self.allocator.share(page_ids)
         for state in self.states:

@@ -178,16 +178,19 @@ class EvictionOrder:
                 passed.owner = None
         self._leaves.add(node)
 
-    def owned_by(self, owner: Hashable) -> list[CachedPrefix]:
-        """Return the nodes of an owner."""
-        return list(self._owned.get(owner, ()))
+    def finish(self, owner: Hashable) -> None:
+        """Let all pages of an owner leave first, except those that other requests have used."""
+        self._release(list(self._owned.get(owner, ())))
 
-    def release(self, nodes: Iterable[CachedPrefix]) -> None:
-        """Let nodes leave first, until they are used again."""
-        for node in nodes:
-            self.unprotect(node)
-            node.is_released = True
-            self._leaves.add(node)
+    def supersede(self, prefix: CachedPrefix, owner: Hashable) -> None:
+        """Let the owner's other branches leave first, which part from `prefix` after a page of its own.
+
+        Branches in use stay in their place.
+        """
+        path = set(prefix.path_up())
+        own = [node for node in prefix.path_up() if node.owner == owner]
+        if own:
+            self._release(node for node in own[-1].below() if node not in path and not node.num_locks)
 
     def protect(self, nodes: Iterable[CachedPrefix], *, until: float) -> None:
         """Protect nodes at least until a time."""
@@ -197,18 +200,17 @@ class EvictionOrder:
             node.protected_until, node.is_released = max(node.protected_until, until), False
             self._expiring.add(node)
 
-    def unprotect(self, node: CachedPrefix) -> None:
-        """End the protection of a node."""
-        if node.protected_until:
-            self.num_protected -= len(node.own_page_ids)
-            node.protected_until = 0.0
-            self._expiring.discard(node)
-            self._leaves.add(node)
+    def unprotect(self, prefix: CachedPrefix, *, until: float) -> None:
+        """End the protection of a prefix, except for nodes that are protected for longer or lead to protected ones."""
+        for node in prefix.path_up():
+            if any(child.protected_until for child in node.children.values()) or node.protected_until > until:
+                return
+            self._unprotect(node)
 
     def expire(self, now: float) -> None:
         """End the protections whose time is over."""
         while node := self._expiring.pop(last=now):
-            self.unprotect(node)
+            self._unprotect(node)
 
     def check_integrity(self, cached: list[CachedPrefix]) -> None:
         """Assert that owners, protections and queues agree with the nodes of `cached`."""
@@ -222,6 +224,20 @@ class EvictionOrder:
         assert protected == self.num_protected, "protected pages are miscounted"
         self._leaves.check_integrity(cached)
         self._expiring.check_integrity(cached)
+
+    def _release(self, nodes: Iterable[CachedPrefix]) -> None:
+        """Let nodes leave first, until they are used again."""
+        for node in nodes:
+            self._unprotect(node)
+            node.is_released = True
+            self._leaves.add(node)
+
+    def _unprotect(self, node: CachedPrefix) -> None:
+        if node.protected_until:
+            self.num_protected -= len(node.own_page_ids)
+            node.protected_until = 0.0
+            self._expiring.discard(node)
+            self._leaves.add(node)
 
     def _disown(self, node: CachedPrefix) -> None:
         if (nodes := self._owned.get(node.owner)) is not None:

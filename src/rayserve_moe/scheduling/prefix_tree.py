@@ -33,7 +33,8 @@ class PrefixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = CachedPrefix()
         self._cleared = CachedPrefix()  # root of paths that were cleared while locked
-        self._order = EvictionOrder()
+        self.order = EvictionOrder()
+        """Decides which pages `evict` drops."""
         self._num_uses = 0
         self._watcher: PageWatcher | None = None
         self.num_cached_pages = self.num_evictable = 0
@@ -75,7 +76,7 @@ class PrefixTree:
                 self._watcher(PagesAdded(namespace, node.last_page, run, added))
             added_node = CachedPrefix(key, node, run, added, node.num_pages + len(added), owner=owner)
             node.children[key] = node = added_node
-            self._order.enter(node)
+            self.order.enter(node)
             self.num_cached_pages += len(added)
             self.num_evictable += len(added)
         return self._use(node, owner=owner)
@@ -101,16 +102,16 @@ class PrefixTree:
             self._drop(idle)
         else:
             self.num_evictable += sum(len(passed.own_page_ids) for passed in idle)
-            self._order.queue(prefix)
+            self.order.queue(prefix)
 
     def evict(self, num_pages: int) -> int:
         """Drop pages in the order of eviction until `num_pages` became free, or all that are evictable.
 
         Returns: the number of freed pages.
         """
-        self._order.expire(self.clock())
+        self.order.expire(self.clock())
         num_free = self._allocator.num_free
-        while (missing := num_free + num_pages - self._allocator.num_free) > 0 and (leaf := self._order.pop()):
+        while (missing := num_free + num_pages - self._allocator.num_free) > 0 and (leaf := self.order.pop()):
             self._shorten(leaf, min(missing, len(leaf.own_page_ids)))
         return self._allocator.num_free - num_free
 
@@ -120,37 +121,16 @@ class PrefixTree:
         Returns: the time at which the protection ends.
         """
         now = self.clock()
-        self._order.expire(now)
+        self.order.expire(now)
         node = self._end_at(namespace, token_ids)
         num_new = sum(len(each.own_page_ids) for each in node.path_up() if not each.protected_until)
-        num_allowed = max(0, self.max_protected - self._order.num_protected)
+        num_allowed = max(0, self.max_protected - self.order.num_protected)
         if num_new > num_allowed:
             # Unprotected pages end the path.
             end = node.num_pages - num_new + num_allowed
             node = self._end_at(namespace, token_ids[: end * self._page_size])
-        self._order.protect(node.path_up(), until=now + seconds)
+        self.order.protect(node.path_up(), until=now + seconds)
         return now + seconds
-
-    def unprotect(self, namespace: Hashable, token_ids: np.ndarray, *, until: float) -> None:
-        """End a protection of `token_ids` that `protect` returned, except for pages that are protected for longer."""
-        for node in self._find(namespace, token_ids)[0].path_up():
-            if any(child.protected_until for child in node.children.values()) or node.protected_until > until:
-                return
-            self._order.unprotect(node)
-
-    def supersede(self, prefix: CachedPrefix, owner: Hashable) -> None:
-        """Let the owner's other branches leave first, which part from `prefix` after a page of its own.
-
-        Branches in use stay in their place.
-        """
-        path = set(prefix.path_up())
-        own = [node for node in prefix.path_up() if node.owner == owner]
-        if own:
-            self._order.release(node for node in own[-1].below() if node not in path and not node.num_locks)
-
-    def finish(self, owner: Hashable) -> None:
-        """Let all pages of an owner leave first, except those that other requests have used."""
-        self._order.release(self._order.owned_by(owner))
 
     def clear(self, namespace: Hashable = None) -> None:
         """Remove a namespace, or all namespaces for None. Locked pages are freed by their last unlock."""
@@ -172,7 +152,7 @@ class PrefixTree:
                     unlocked.append(node)
         if tops:
             self._drop(unlocked)
-            self._order = EvictionOrder(self._root.below())
+            self.order = EvictionOrder(self._root.below())
 
     def watch(self, watcher: PageWatcher) -> None:
         """Report the cached pages, and all changes from now on."""
@@ -203,7 +183,7 @@ class PrefixTree:
         evictable = pages_of(node for node in cached if node.num_locks == 0)
         assert len(evictable) == self.num_evictable, "evictable pages are miscounted"
         assert NULL_PAGE not in held and self._allocator.references(held).all(), "a page is held without a reference"
-        self._order.check_integrity(cached)
+        self.order.check_integrity(cached)
 
     def _find(self, namespace: Hashable, token_ids: np.ndarray) -> tuple[CachedPrefix, int]:
         """Return the node in which the longest cached prefix of `token_ids` ends, and its number of matching pages."""
@@ -234,19 +214,19 @@ class PrefixTree:
         head = CachedPrefix(node.key, above, node.run[:cut], pages[:num_pages].copy(), end, node.last_used)
         head.num_locks, head.is_released = node.num_locks, node.is_released
         head.owner, head.protected_until = node.owner, node.protected_until
-        self._order.leave(node)
+        self.order.leave(node)
         above.children[head.key] = head
         node.run, node.own_page_ids = node.run[cut:], pages[num_pages:].copy()
         node.key, node.parent = node.run[: self._page_bytes], head
         head.children[node.key] = node
-        self._order.enter(head)
-        self._order.enter(node)
+        self.order.enter(head)
+        self.order.enter(node)
         return head
 
     def _use(self, node: CachedPrefix, *, owner: Hashable) -> CachedPrefix:
         """Mark `node` and its ancestors as used now by `owner`."""
         self._num_uses += 1
-        self._order.use(node, self._num_uses, owner=owner)
+        self.order.use(node, self._num_uses, owner=owner)
         return node
 
     def _shorten(self, leaf: CachedPrefix, count: int) -> None:
@@ -258,9 +238,9 @@ class PrefixTree:
             self._watcher(PagesRemoved(leaf.own_page_ids))
         self.num_cached_pages -= count
         self.num_evictable -= count
-        self._order.leave(leaf)
+        self.order.leave(leaf)
         self._drop([leaf])
-        self._order.queue(above)
+        self.order.queue(above)
 
     def _drop(self, nodes: list[CachedPrefix]) -> None:
         """Remove nodes together with all below them, and free their pages."""

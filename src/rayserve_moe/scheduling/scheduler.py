@@ -201,11 +201,6 @@ class Scheduler:
         self._give_up_pages(sequence)
         self.waiting.appendleft(sequence)
 
-    def finish_session(self, session: str) -> None:
-        """Let the cached pages of a session leave first, as far as no other request has used them."""
-        for rank in self.ranks:
-            rank.tree.finish(session)
-
     def flush(self) -> None:
         """Flush the prefix cache; running sequences keep their pages."""
         for rank in self.ranks:
@@ -271,7 +266,7 @@ class Scheduler:
             tree, seconds = self.ranks[sequence.data_rank].tree, min(seconds, limits.max_protected_s)
             tree.protect(cache.namespace, token_ids, seconds=seconds)
         if retention.ends_session and cache.owner is not None:
-            self.finish_session(cache.owner)
+            finish_session(self, cache.owner)
 
     def _protect_prompt(self, leader: Sequence) -> None:
         """Protect the cached prompt of a request whose other choices have no row yet."""
@@ -286,8 +281,9 @@ class Scheduler:
         until = leader.group.protected_until
         if until and all(each.row != NO_ROW or each.finish for each in leader.group.choices):
             leader.group.protected_until = 0.0
-            tree = self.ranks[leader.data_rank].tree
-            tree.unprotect(leader.cache.namespace, leader.request.prompt_ids, until=until)
+            cache, tree = leader.cache, self.ranks[leader.data_rank].tree
+            prompt = tree.match(cache.namespace, leader.request.prompt_ids, owner=cache.owner)
+            tree.order.unprotect(prompt, until=until)
 
     def _takes_adapter(self, sequence: Sequence, rank: DataRank) -> bool:
         """Return True if steps of a rank have a place for the adapter of a sequence beside those that run."""
@@ -324,6 +320,12 @@ def unfinished(scheduler: Scheduler) -> list[Sequence]:
     known = (*scheduler.running, *scheduler.waiting, *scheduler.held)
     found = {id(choice): choice for sequence in known for choice in sequence.group.choices}
     return [choice for choice in found.values() if choice.finish is None]
+
+
+def finish_session(scheduler: Scheduler, session: str) -> None:
+    """Let the cached pages of a session leave first, except those that other requests have used."""
+    for rank in scheduler.ranks:
+        rank.tree.order.finish(session)
 
 
 def change_weights(scheduler: Scheduler, weight_version: str) -> None:

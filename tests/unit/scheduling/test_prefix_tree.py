@@ -288,11 +288,11 @@ def test_use_leaves_nothing_behind(cache):
         cache.put("AB")
         cache.put("AB", namespace=turn)
         cache.tree.unlock(cache.lock("AB"))
-        assert len(cache.tree._order._leaves._keys) == 1 + turn % 10 + 1
+        assert len(cache.tree.order._leaves._keys) == 1 + turn % 10 + 1
         if turn % 10 == 9:
             cache.tree.clear()
     assert not cache.tree._root.children and not cache.tree._cleared.children
-    assert not cache.tree._order._leaves._heap
+    assert not cache.tree.order._leaves._heap
 
 
 def test_a_page_holds_a_token():

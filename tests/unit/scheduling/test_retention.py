@@ -34,7 +34,7 @@ class Cache:
         prefix = self.tree.match(namespace, ids, owner=owner)
         self.tree.lock(prefix)
         if owner is not None:
-            self.tree.supersede(prefix, owner)
+            self.tree.order.supersede(prefix, owner)
         missing = len(ids) - prefix.num_pages
         self.tree.evict(missing - self.allocator.num_free)
         own = self.allocator.allocate(missing)
@@ -60,7 +60,7 @@ def cache() -> Cache:
 def test_pages_of_an_ended_session_leave_first_and_shared_ones_in_their_turn(cache):
     cache.put("sys-one", "one")
     cache.put("sys-two", "two")
-    cache.tree.finish("two")
+    cache.tree.order.finish("two")
     assert cache.tree.evict(3) == 3
     assert cache.cached("sys-one", "sys-two") == [7, 4]
 
@@ -120,13 +120,13 @@ def test_a_full_share_leaves_the_rest_of_the_pool_to_others(cache):
 def test_memory_depends_on_pages_and_not_on_names(cache):
     cache.put("shared", "a")
     for number in range(NUM_NAMES):
-        cache.tree.finish(f"never seen {number}")
+        cache.tree.order.finish(f"never seen {number}")
     for number in range(300):
         cache.put(chr(1000 + number) + "x", f"session {number}")
         cache.tree.protect("", tokens(chr(1000 + number) + "x"), seconds=YEAR_S)
         if number % 3 == 0:
-            cache.tree.finish(f"session {number}")
-    order = cache.tree._order
+            cache.tree.order.finish(f"session {number}")
+    order = cache.tree.order
     assert len(order._owned) <= NUM_PAGES and order.num_protected <= cache.tree.max_protected
     for heap in (order._leaves, order._expiring):
         assert len(heap._heap) <= 2 * NUM_PAGES + heap.SLACK
@@ -199,7 +199,7 @@ def test_a_prompt_is_protected_until_its_last_choice_has_started(aborts):
     choices = added(scheduler, "prompt", n=3)
     for place in range(3):
         tree.match(("",), tokens("other"))
-        assert tree._order.num_protected == (6 if place else 0)
+        assert tree.order.num_protected == (6 if place else 0)
         if place == 1:
             assert tree.evict(4) == 4 and tree.match_length(("",), tokens("prompt")) == 6
         if place == 2 and aborts:
@@ -207,5 +207,5 @@ def test_a_prompt_is_protected_until_its_last_choice_has_started(aborts):
             scheduler.release(choices[2])
         else:
             step(scheduler)
-    assert all(choice.finish for choice in choices) and tree._order.num_protected == 0
+    assert all(choice.finish for choice in choices) and tree.order.num_protected == 0
     assert [choice.cache.num_cached for choice in choices] == [0, 5, 0 if aborts else 5]

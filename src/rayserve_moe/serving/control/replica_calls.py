@@ -65,7 +65,7 @@ async def _flush(state: ApiState, retracts: bool) -> bool:
 
 async def _finish_session(state: ApiState, key: str) -> None:
     state.loop.check_health()
-    await asyncio.wrap_future(state.loop.control.finish_session(key))
+    await asyncio.wrap_future(state.loop.control.pages.finish_session(key))
 
 
 async def _hold_new(state: ApiState, is_on: bool) -> None:
