@@ -13,13 +13,14 @@ import pytest
 
 from benchmarks import house
 
-BUDGETS = {"modules": 60, "functions": 351, "one_importer": 113}
+BUDGETS = {"modules": 60, "functions": 351, "one_importer": 114}
 SLACK = {"functions": 5}
 """Number of functions whose call depends on how the threads of a request take turns."""
 WIDE_CLASSES: dict[str, int] = {
     "BalancingView": 19,
     "GroupedAttention": 21,
     "ModelCard": 18,
+    "Op": 17,
     "Rollout": 21,
     "StepPlan": 17,
 }
