@@ -21,6 +21,7 @@ WIDE_CLASSES: dict[str, int] = {
     "GenerationRequest": 18,
     "GroupedAttention": 21,
     "ModelCard": 18,
+    "Op": 17,
     "Rollout": 21,
     "ServerSettings": 17,
     "StepPlan": 17,

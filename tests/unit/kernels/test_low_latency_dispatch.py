@@ -10,6 +10,7 @@ import pytest
 
 from rayserve_moe.kernels.tpu.dispatch_rows import count_slots, in_slot_order, places_of, slots_of_core, table_rows
 from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes, unsupported_reason
+from rayserve_moe.kernels.tpu.dispatch_weights import early_arrays
 from tests.support.kernels.low_latency_dispatch import (
     BY_DEVICE,
     FAULTS,
@@ -98,10 +99,10 @@ def test_experts_that_do_not_fit_twice_are_read_in_blocks():
 def test_the_first_slot_is_read_early_as_far_as_it_has_rows():
     """16 slots: whole with 64 rows or more, a single matrix with fewer, nothing on a core without a slot."""
     sizes = DispatchSizes(8, 8, 2048, 768, 16, (("data", 8),))
-    assert sizes.num_early == 3 and replace(sizes, weight_dtype="int8").num_early == 6
-    assert replace(sizes, num_tokens=7).num_early == 1
-    assert replace(sizes, num_cores=2).num_early == 3
-    assert replace(sizes, num_slots=1, num_cores=2).num_early == 0
+    assert early_arrays(sizes) == 3 and early_arrays(replace(sizes, weight_dtype="int8")) == 6
+    assert early_arrays(replace(sizes, num_tokens=7)) == 1
+    assert early_arrays(replace(sizes, num_cores=2)) == 3
+    assert early_arrays(replace(sizes, num_slots=1, num_cores=2)) == 0
 
 
 def test_tokens_whose_gates_and_places_exceed_scalar_memory_are_refused():

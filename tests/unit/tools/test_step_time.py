@@ -259,6 +259,8 @@ def test_attention_of_single_tokens_hides_only_a_part():
     both = Op("a", "custom-call", "", bundles=8e-6 * V6E.clock_hz, hbm_bytes=BYTES_OF_10_US, visits=4, kind=ATTENTION)
     ends = 8e-6 / 4
     assert price(both).seconds == pytest.approx(10e-6 + RATES.exposed_share * 8e-6 + 4 * 2 * RATES.wait_s + ends)
+    shared = price(replace(both, num_ahead=4)).seconds
+    assert price(both).seconds - shared == pytest.approx(3 * 2 * RATES.wait_s), "four copies in flight wait together"
     prompts = price(replace(both, kind=PROMPT_ATTENTION))
     assert prompts.core_s == pytest.approx(8e-6 * RATES.prompt_stall)
 

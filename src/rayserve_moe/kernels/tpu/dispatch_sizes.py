@@ -20,8 +20,6 @@ TILE_ROWS, CONVERTED_TOKENS = 64, 16
 """Rows that are multiplied at once; tokens that are converted at once."""
 WEIGHT_DTYPES = ("bfloat16", *NARROW)
 """Dtypes of weights; weights of 8 bits have scales."""
-CERTAIN_ROWS = 4
-"""Mean number of rows of a slot from which on at most 2 % of slots have none."""
 GROUP_ROWS = 4 * TILE_ROWS
 """Rows of a slot for which the blocks of a large expert are read once."""
 SCALAR_BYTES = (1 << 20) - (8 << 10)
@@ -110,17 +108,6 @@ class DispatchSizes:
     def table_rows(self) -> int:
         """Return the number of rows of `dispatch_rows.table_rows`, in whole tiles."""
         return -(-(3 * self.num_ranks + 2) // SUBLANES) * SUBLANES
-
-    @property
-    def num_early(self) -> int:
-        """Return the number of arrays of the first slot that are read before the number of its rows is known.
-
-        All if it almost certainly has rows, else a single one, which is there when the number is; none if the last core
-        has no slots.
-        """
-        if (self.num_cores - 1) * self.of_core.num_slots >= self.num_slots:
-            return 0
-        return len(self.held_weights) if self.num_rows >= CERTAIN_ROWS * self.num_slots else 1
 
     @property
     def held_weights(self) -> tuple[tuple[tuple[int, int], str], ...]:

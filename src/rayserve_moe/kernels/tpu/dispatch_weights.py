@@ -14,6 +14,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes, Refs
 
+CERTAIN_ROWS = 4
+"""Mean number of rows of a slot from which on at most 2 % of slots have none."""
+
+
+def early_arrays(sizes: DispatchSizes) -> int:
+    """Return the number of arrays of the first slot that are read before the number of its rows is known.
+
+    All if it almost certainly has rows, else a single one, which is there when the number is; none if the last core has
+    no slots.
+    """
+    if (sizes.num_cores - 1) * sizes.of_core.num_slots >= sizes.num_slots:
+        return 0
+    return len(sizes.held_weights) if sizes.num_rows >= CERTAIN_ROWS * sizes.num_slots else 1
+
 
 def begin_weights(refs: Refs, sizes: DispatchSizes, num_early: int) -> None:
     """Begin to read `num_early` arrays of slot 0, before the number of its rows is known."""

@@ -67,7 +67,12 @@ from rayserve_moe.kernels.tpu.dispatch_sizes import (
     unsupported_reason,
     vmem_bytes,
 )
-from rayserve_moe.kernels.tpu.dispatch_weights import begin_weights, go_on_with_weights, next_weights
+from rayserve_moe.kernels.tpu.dispatch_weights import (
+    begin_weights,
+    early_arrays,
+    go_on_with_weights,
+    next_weights,
+)
 
 COLLECTIVE_ID = 1
 """Identifies the barrier of the kernel's ranks."""
@@ -141,11 +146,12 @@ def _kernel(*given: Any, sizes: DispatchSizes) -> None:
     refs, core = refs_of(*given), pl.program_id(0)
     of_core, me = sizes.of_core, my_rank(sizes)
     refs.tables.first_s[0] = refs.operands.first_1[0] + core * of_core.num_slots
-    begin_weights(refs, of_core, sizes.num_early)
+    num_early = early_arrays(sizes)
+    begin_weights(refs, of_core, num_early)
     arrive(of_core, me)
     refs.tables.own_TK[...] = jnp.full(refs.tables.own_TK.shape, -1, jnp.int32)
     refs.tables.own_TK[pl.ds(0, sizes.num_tokens), :] = slots_of_core(refs.operands.slots_TK[...], core, sizes)
-    num_early, sizes = sizes.num_early, of_core
+    sizes = of_core
     if sizes.is_streamed:
         refs = refs._replace(rows=refs.rows._replace(here=refs.rows.here.at[core]))
     _tell_counts(refs, sizes, me)

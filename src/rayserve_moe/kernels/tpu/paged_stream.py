@@ -54,14 +54,6 @@ class Reach(NamedTuple):
     visit: jax.Array
 
 
-class Progress(NamedTuple):
-    """Scalar memory [1] each: blocks that were multiplied, and the visit and block that are requested next."""
-
-    num_done: Any
-    visit: Any
-    block: Any
-
-
 @dataclass(frozen=True)
 class PageStream:
     """The pool in HBM and buffers [N, S, X] in the core's memory for a block each, with a semaphore each.
@@ -77,52 +69,10 @@ class PageStream:
     table_width: int
     num_pages: int
     page_size: int
-    progress: Any = None
-    """`Progress`; None if the caller requests blocks itself."""
 
     @property
     def num_keys(self) -> int:
         return self.num_pages * self.page_size
-
-    @property
-    def num_buffers(self) -> int:
-        return self.blocks.shape[0]
-
-    @property
-    def buffer(self) -> jax.Array:
-        """Return the buffer of the block that is multiplied."""
-        return jax.lax.rem(self.progress.num_done[0], self.num_buffers)
-
-    def begin(self, visit: jax.Array) -> None:
-        """Forget all blocks; the first one to request is that of the first visit from `visit` on that has blocks."""
-        self.progress.num_done[0] = self.progress.block[0] = 0
-        self.progress.visit[0] = self.scalars.filled[visit]
-
-    def fill(self, end: jax.Array, num_buffers: jax.Array) -> None:
-        """Zero the first `num_buffers` buffers, 0 or all, and request blocks into all but the last one."""
-
-        def fill_one(buffer: jax.Array, carry: None) -> None:
-            self.blocks[buffer] = jnp.zeros(self.blocks.shape[1:], self.blocks.dtype)
-            pl.when(buffer + 1 < self.num_buffers)(partial(self.request_next, end, buffer))
-
-        jax.lax.fori_loop(0, num_buffers, fill_one, None)
-
-    def request_next(self, end: jax.Array, buffer: jax.Array) -> None:
-        """Request the next block of the visits ahead of `end`, if there is one."""
-        visit, block = self.progress.visit[0], self.progress.block[0]
-
-        @pl.when(visit < end)
-        def _() -> None:
-            reach = self.reach_of(visit)
-            self.start(reach, block, buffer)
-            is_last = block + 1 == self.num_blocks(reach)
-            self.progress.visit[0] = jnp.where(is_last, self.scalars.filled[visit + 1], visit)
-            self.progress.block[0] = jnp.where(is_last, 0, block + 1)
-
-    def advance(self, end: jax.Array) -> None:
-        """Request a block into the buffer that was multiplied last."""
-        behind = self.progress.num_done[0] + self.num_buffers - 1
-        self.request_next(end, jax.lax.rem(behind, self.num_buffers))
 
     def reach_of(self, visit: jax.Array) -> Reach:
         """Return the keys that a visit sees of its sequence."""
@@ -203,3 +153,61 @@ class PageStream:
             self.blocks[buffer, keys] = narrowed(jnp.where(is_out, 0.0, held), self.blocks.dtype)
 
         jax.lax.fori_loop(jax.lax.div(first, CLEARED_ROWS), pl.cdiv(end, CLEARED_ROWS), clear_rows, None)
+
+
+class Progress(NamedTuple):
+    """Scalar memory [1] each: blocks that were multiplied, and the visit and block that are requested next."""
+
+    num_done: Any
+    visit: Any
+    block: Any
+
+
+@dataclass(frozen=True)
+class BlockQueue:
+    """Blocks of the visits ahead of `end`, one after the other, of which all buffers but one are filled at a time."""
+
+    stream: PageStream
+    progress: Progress
+    end: jax.Array
+
+    @property
+    def num_buffers(self) -> int:
+        return self.stream.blocks.shape[0]
+
+    @property
+    def buffer(self) -> jax.Array:
+        """Return the buffer of the block that is multiplied."""
+        return jax.lax.rem(self.progress.num_done[0], self.num_buffers)
+
+    def begin(self, visit: jax.Array) -> None:
+        """Forget all blocks; the first one to request is that of the first visit from `visit` on that has blocks."""
+        self.progress.num_done[0] = self.progress.block[0] = 0
+        self.progress.visit[0] = self.stream.scalars.filled[visit]
+
+    def fill(self, num_buffers: jax.Array) -> None:
+        """Zero the first `num_buffers` buffers, 0 or all, and request blocks into all but the last one."""
+        blocks = self.stream.blocks
+
+        def fill_one(buffer: jax.Array, carry: None) -> None:
+            blocks[buffer] = jnp.zeros(blocks.shape[1:], blocks.dtype)
+            pl.when(buffer + 1 < self.num_buffers)(partial(self._request, buffer))
+
+        jax.lax.fori_loop(0, num_buffers, fill_one, None)
+
+    def advance(self) -> None:
+        """Request a block into the buffer that was multiplied last."""
+        behind = self.progress.num_done[0] + self.num_buffers - 1
+        self._request(jax.lax.rem(behind, self.num_buffers))
+
+    def _request(self, buffer: jax.Array) -> None:
+        """Request the next block, if there is one."""
+        visit, block = self.progress.visit[0], self.progress.block[0]
+
+        @pl.when(visit < self.end)
+        def _() -> None:
+            reach = self.stream.reach_of(visit)
+            self.stream.start(reach, block, buffer)
+            is_last = block + 1 == self.stream.num_blocks(reach)
+            self.progress.visit[0] = jnp.where(is_last, self.stream.scalars.filled[visit + 1], visit)
+            self.progress.block[0] = jnp.where(is_last, 0, block + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from rayserve_moe.kernels.tpu.byte_pairs import lanes_of_block, unit_of
 from rayserve_moe.kernels.tpu.packed_rows import LANES
 from rayserve_moe.kernels.tpu.paged_choice import TileChoice, words_for
 from rayserve_moe.kernels.tpu.paged_sizes import ALIGNED_ROWS, NUM_BUFFERS, TileShape
-from rayserve_moe.kernels.tpu.paged_stream import PageStream, Progress, Reach, Scalars
+from rayserve_moe.kernels.tpu.paged_stream import BlockQueue, PageStream, Progress, Reach, Scalars
 from rayserve_moe.kernels.tpu.paged_writes import GroupWrites, RowWrites
 
 LOG2_E = math.log2(math.e)
@@ -53,6 +54,7 @@ class _Opened(NamedTuple):
     """The references of a step of the grid by purpose."""
 
     stream: PageStream
+    progress: Progress
     writes: RowWrites | GroupWrites | None
     tokens: GroupTokens | None
     queries: Any
@@ -71,30 +73,30 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
     semaphore of each buffer; the other fields of `RowWrites`, or the words of `TileChoice`. If the shape `is_grouped`,
     queries and output are fields of `GroupTokens`, and the other fields of `GroupWrites` and `GroupTokens` come last.
     """
-    stream, writes, tokens, queries, sinks, out, sums, positions, choice = _open(refs, shape)
+    stream, progress, writes, tokens, queries, sinks, out, sums, positions, choice = _open(refs, shape)
     copies = [each for each in (writes, tokens) if each]
     num_visits = pl.num_programs(1) if tokens else shape.visits_per_core
     begin = pl.program_id(0) * num_visits
     tile = Tile(begin + pl.program_id(1), queries, sums, positions, shape, choice)
     reach = stream.reach_of(tile.visit)
-    num_blocks = stream.num_blocks(reach)
+    num_blocks, queue = stream.num_blocks(reach), BlockQueue(stream, progress, begin + num_visits)
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         for each in copies:
             each.begin()
-        stream.begin(begin)
+        queue.begin(begin)
 
-    stream.fill(begin + num_visits, jnp.where(pl.program_id(1) == 0, NUM_BUFFERS, 0))
+    queue.fill(jnp.where(pl.program_id(1) == 0, NUM_BUFFERS, 0))
 
     def attend_block(i: jax.Array, carry: None) -> None:
-        buffer = stream.buffer
-        stream.advance(begin + num_visits)
+        buffer = queue.buffer
+        queue.advance()
         stream.wait(reach, i, buffer)
         _put_rows(writes, stream, reach, i, buffer=buffer, shape=shape)
         stream.clear(reach, i, buffer)
         _score_block(tile, stream, stream.first_key(reach, i), buffer)
-        stream.progress.num_done[0] = stream.progress.num_done[0] + 1
+        progress.num_done[0] = progress.num_done[0] + 1
 
     @pl.when(num_blocks > 0)
     def _() -> None:
@@ -183,15 +185,17 @@ def _open(refs: tuple[Any, ...], shape: TileShape) -> _Opened:
     (*progress, arrivals), rest = rest[:4], rest[4:]
     if not rows:
         scalars = scalars._replace(first_page=None)
-    sizes = shape.num_tiles, shape.table_width, shape.num_pages, shape.page_size
-    stream = PageStream(scalars, pool, blocks, arrivals, *sizes, Progress(*progress))
+    stream = PageStream(
+        scalars, pool, blocks, arrivals, shape.num_tiles, shape.table_width, shape.num_pages, shape.page_size
+    )
+    opened = partial(_Opened, stream, Progress(*progress))
     if shape.is_grouped:
         tokens = GroupTokens(queries, rest[3], out, *rest[4:])
         writes = GroupWrites(*rows, *rest[:3])
-        return _Opened(stream, writes, tokens, tokens.tile, sinks, out, Sums(*sums), positions, None)
+        return opened(writes, tokens, tokens.tile, sinks, out, Sums(*sums), positions, None)
     writes = RowWrites(*rows, *rest) if rows else None
     choice = TileChoice(see_all, chosen, rest[0], bool(shape.block_size)) if shape.has_choice else None
-    return _Opened(stream, writes, None, queries, sinks, out, Sums(*sums), positions, choice)
+    return opened(writes, None, queries, sinks, out, Sums(*sums), positions, choice)
 
 
 def _place_rows(tile: Tile, scalars: Scalars) -> None:
