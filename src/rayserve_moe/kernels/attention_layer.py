@@ -214,17 +214,25 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
 
         attended_THh, kv_pages = _attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
-
-        def multiply_out(rows: tuple[ProjectedRows, jax.Array]) -> jax.Array:
-            part, attended_THh = rows
-            own = part.adapters(adapters)
-            attended_THh = gated(attended_THh, part.normed_TD, of_layer, function=config.output_gate, adapters=own)
-            attended_TH = attended_THh.reshape(part.normed_TD.shape[0], -1)
-            out_TD = jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
-            return with_adapters(out_TD, attended_TH, "o_LHD", adapters=own)
-
+        multiply_out = partial(output_product, weights=of_layer, function=config.output_gate, adapters=adapters)
         out_TD = by_rows(multiply_out, (inputs_T, attended_THh))
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
+
+
+def output_product(
+    rows: tuple[ProjectedRows, jax.Array],
+    *,
+    weights: Mapping[str, jax.Array],
+    function: str,
+    adapters: LayerAdapters | None,
+) -> jax.Array:
+    """Return the product of a layer's attended values [T, H, v], times their gates, with its output matrix."""
+    part, attended_THh = rows
+    own = part.adapters(adapters)
+    attended_THh = gated(attended_THh, part.normed_TD, weights, function=function, adapters=own)
+    attended_TH = attended_THh.reshape(len(attended_THh), -1)
+    out_TD = jnp.matmul(attended_TH, weights["o_LHD"], preferred_element_type=jnp.float32)
+    return with_adapters(out_TD, attended_TH, "o_LHD", adapters=own)
 
 
 def gated(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.kernels.adapters import LayerAdapters, with_absorbed, with_adapters, with_expanded
+from rayserve_moe.kernels.adapters import LayerAdapters, with_absorbed, with_expanded
 from rayserve_moe.kernels.attention_layer import (
     AttentionInputs,
     PagedAttention,
@@ -28,7 +28,7 @@ from rayserve_moe.kernels.attention_layer import (
     ProjectedRows,
     WritingAttention,
     attend_blocks,
-    gated,
+    output_product,
     write_early,
 )
 from rayserve_moe.kernels.reference.attention import ScoreConfig
@@ -104,14 +104,10 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
 
         def multiply_out(rows: tuple[ProjectedRows, jax.Array]) -> jax.Array:
             part, attended_TAC = rows
-            own = part.adapters(adapters)
             values_TAv = _multiply("TAC,AvC->TAv", attended_TAC, v_b_AvC)
-            values_TAv = with_expanded(values_TAv, attended_TAC, "v_b_LHC", adapters=own)
-            values_TAv = values_TAv.astype(normed_TD.dtype)
-            values_TAv = gated(values_TAv, part.normed_TD, of_layer, function=config.output_gate, adapters=own)
-            values_TH = values_TAv.reshape(len(attended_TAC), -1)
-            out_TD = jnp.matmul(values_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32)
-            return with_adapters(out_TD, values_TH, "o_LHD", adapters=own)
+            values_TAv = with_expanded(values_TAv, attended_TAC, "v_b_LHC", adapters=part.adapters(adapters))
+            values = (part, values_TAv.astype(normed_TD.dtype))
+            return output_product(values, weights=of_layer, function=config.output_gate, adapters=adapters)
 
         out_TD = by_rows(multiply_out, (inputs_T, attended_TAC.astype(normed_TD.dtype)))
         return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages

@@ -373,9 +373,8 @@ def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
     ring_row, sums = (key_row + value_row + decays / CHUNK, 0.0) if by_element else (key_row + value_row, decays)
     num_pieces, num_tokens = work.num_singles + work.num_blocks, work.num_singles + PIECE * work.num_blocks
     of_visit = state + 2 * sums + work.ring_tokens * ring_row
-    of_piece = PIECE * (key_row + ring_row)
     of_token = ring_row + value_row + 2 * input_row
-    num_bytes = work.num_visits * of_visit + num_pieces * of_piece + num_tokens * of_token
+    num_bytes = work.num_visits * of_visit + num_pieces * PIECE * (key_row + ring_row) + num_tokens * of_token
     num_bytes += work.num_folds * (state + 2 * window)
     tiles, share = work.ring_tokens / TILE, work.num_singles / num_pieces
     # Loops over tiles begin a core's first visit, and its second, wait for a visit, sort it, and begin a later one.
