@@ -37,7 +37,7 @@ from rayserve_moe.kernels.tpu.chosen_attention import RowStream
 from rayserve_moe.kernels.tpu.packed_rows import packed_latents
 from rayserve_moe.kernels.tpu.paged_choice import TileChoice
 from tests.support.kernels.interpreter import FAULTS_FOUND, INTERPRETED, Outcome, print_outcomes
-from tests.support.kernels.paged_attention import OtherHalf, no_wait_for_pages, pages_into_the_block_in_use
+from tests.support.kernels.paged_attention import NextBuffer, no_wait_for_pages, pages_into_the_block_in_use
 from tests.unit.kernels.latent_cases import LatentModel
 
 PAGE, TABLE_WIDTH = 16, 24
@@ -372,7 +372,7 @@ def no_wait_for_rows() -> None:
 
 def rows_into_the_block_in_use() -> None:
     start = RowStream.start
-    RowStream.start = lambda stream, *place: start(replace(stream, blocks=OtherHalf(stream.blocks)), *place)
+    RowStream.start = lambda stream, *place: start(replace(stream, blocks=NextBuffer(stream.blocks)), *place)
 
 
 def rows_after_the_own_one() -> None:

@@ -286,7 +286,7 @@ class NextBuffer:
         self.at, self.blocks = self, blocks
 
     def __getitem__(self, place: tuple[Any, Any]) -> Any:
-        return self.blocks.at[(place[0] + 1) % paged_sizes.NUM_BUFFERS, place[1]]
+        return self.blocks.at[(place[0] + 1) % self.blocks.shape[0], place[1]]
 
 
 def pages_into_the_block_in_use() -> None:

@@ -19,6 +19,7 @@ from rayserve_moe.requests.records import (
     RoutingLayout,
     SamplingParams,
 )
+from rayserve_moe.requests.retention import Retention
 from tests.support.engine.outputs import LOGPROB_TOLERANCE, Outcomes, assert_identical, assert_same
 from tests.support.engine.run_requests import Intervention, Way, preempt_every, run_together
 from tests.support.engine.workload import draw_prompt
@@ -125,10 +126,11 @@ def check_mix(
 def random_requests(seed: int, *, count: int, layout: RoutingLayout) -> list[GenerationRequest]:
     """Requests that share prompts, greedy and sampled, with penalties, biases, allowed ids, ends, several choices,
     scores, evidence of samples, hidden states, listed ids, forced routing, grammars, words to leave out, limits of
-    reasoning, logit processors."""
-    generator = np.random.default_rng(seed)
+    reasoning, logit processors, sessions and hints about their cached pages."""
+    generator, of_sessions = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     stems = [draw_prompt(generator, int(generator.integers(1, LONGEST_STEM))) for _ in range(NUM_STEMS)]
     requests = [_random_request(generator, stems, f"{seed}-{i}") for i in range(count)]
+    requests = [_of_session(of_sessions, request) for request in requests]
     return [_forced(generator, request, layout) if generator.random() < 0.15 else request for request in requests]
 
 
@@ -156,6 +158,15 @@ def _forced(generator: np.random.Generator, request: GenerationRequest, layout: 
     shape = (stop - start, len(layout.layer_ids), layout.num_experts)
     rows = generator.random(shape).argsort(axis=-1)[..., : layout.top_k]
     return replace(request, forced_routing=RoutedExperts(rows.astype(np.int32), start=start))
+
+
+def _of_session(generator: np.random.Generator, request: GenerationRequest) -> GenerationRequest:
+    """The request as one of a session, with hints about its pages, in half of the cases."""
+    if generator.random() < 0.5:
+        return request
+    protected = ((int(generator.integers(1, len(request.prompt_ids) + 1)), float(generator.integers(1, 60))),)
+    retention = Retention(protected if generator.random() < 0.5 else (), ends_session=bool(generator.random() < 0.3))
+    return replace(request, session=f"session {generator.integers(3)}", retention=retention)
 
 
 def _random_request(generator: np.random.Generator, stems: list[np.ndarray], name: str) -> GenerationRequest:

@@ -151,13 +151,14 @@ def test_low_latency_dispatch_has_a_reason_for_every_limit():
     assert reason() == reason(64) == ""
     assert reason(kernels=CPU) == "TPUs only"
     assert "not bfloat16" in reason(dtype="float32")
-    assert reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8)) == ""
-    assert "float32 weights" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.float32))
-    assert "not bfloat16" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8), dtype="float32")
+    assert reason(up_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8)) == ""
+    assert "float32 weights" in reason(up_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.float32))
+    assert "not bfloat16" in reason(up_XDF=jax.ShapeDtypeStruct((2, 2048, 128), np.int8), dtype="float32")
+    assert reason(gate_XDF=None) == "experts have no gate"
     assert "have biases" in reason(gate_bias_XF=jax.ShapeDtypeStruct((2, 128), np.float32))
     assert reason(num_slices=2) == "devices lie on 2 slices"
     assert "rows of 2112" in reason(width=2112)
-    assert "an expert width of 96" in reason(gate_XDF=jax.ShapeDtypeStruct((2, 2048, 96), np.dtype("bfloat16")))
+    assert "an expert width of 96" in reason(up_XDF=jax.ShapeDtypeStruct((2, 2048, 96), np.dtype("bfloat16")))
     assert "17 tokens are not a multiple" in reason(34)
     assert "1024 tokens take 1032 KiB of the 1016 KiB of scalar memory" in reason(2048)
     assert "MiB of a core's memory" in reason(1920, width=8192)

@@ -21,6 +21,7 @@ MAY_BE_ABSENT = {
     "norm_and_project",
     "project",
     "advance_layer",
+    "advance_mamba2_layer",
     "choose_tokens",
     "choose_blocks",
 }

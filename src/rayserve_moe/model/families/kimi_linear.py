@@ -18,7 +18,6 @@ from rayserve_moe.model.config_parts import (
 from rayserve_moe.model.config_values import (
     integer_of,
     object_of,
-    refuse_contradiction,
     refuse_other_values,
     with_shared_keys,
 )
@@ -110,15 +109,26 @@ def _flattened(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found = {**config, **{key: value for key, value in sizes.items() if key.startswith("linear_")}}
     if config.get("layer_types") is not None:
         return found
-    layers, listed = range(1, num_layers + 1), linear.get("full_attn_layers")
+    layers = range(1, num_layers + 1)
+    listed, others = (_layers_at(linear, key, num_layers) for key in ("full_attn_layers", "kda_layers"))
     if listed is None:
-        listed = [layer for layer in layers if layer > 1 and layer % 4 == 1]
-    elif not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
-        raise UnsupportedModelError(
-            f"config.json: full_attn_layers must be a list of layers, found {reprlib.repr(listed)}"
-        )
-    else:
-        others = [layer for layer in layers if layer not in listed]
-        refuse_contradiction({"kda_layers": [], **linear}, "kda_layers", "full_attn_layers", others)
+        recurrent = [layer for layer in layers if layer == 1 or layer % 4 != 1] if others is None else others
+        listed = [layer for layer in layers if layer not in recurrent]
+    elif (others or []) != [layer for layer in layers if layer not in listed]:
+        shown = (f"{key} = {reprlib.repr(linear.get(key))}" for key in ("kda_layers", "full_attn_layers"))
+        raise UnsupportedModelError(f"config.json: {' contradicts '.join(shown)}")
     kinds = ["full_attention" if layer in listed else "linear_attention" for layer in layers]
     return {**found, "layer_types": kinds}
+
+
+def _layers_at(linear: Mapping[str, Any], key: str, num_layers: int) -> list[int] | None:
+    """Return the layers of a list that the model has; None without the list.
+
+    Raises: UnsupportedModelError for another value.
+    """
+    listed = linear.get(key)
+    if listed is None:
+        return None
+    if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
+        raise UnsupportedModelError(f"config.json: {key} must be a list of layers, found {reprlib.repr(listed)}")
+    return [layer for layer in listed if layer <= num_layers]
