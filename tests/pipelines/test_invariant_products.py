@@ -12,6 +12,7 @@ from tests.support.engine.engine_store import EngineStore
 from tests.support.engine.outputs import Outcomes, assert_identical
 from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
 from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
+from tests.support.speculation.random_requests import SPECULATES, check_mix
 
 WAYS = {
     "company": Way(),
@@ -45,3 +46,13 @@ def test_a_prompt_that_was_sampled_scores_as_it_was_sampled(invariant: Engine):
     found = run_alone(invariant.runner, invariant.card, [again])["r", 0].prompt
     assert found is not None
     np.testing.assert_array_equal(found.columns["logprobs"], np.array(outcome.logprobs, np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 4])
+def test_drafts_do_not_show_in_any_bit(engine_with: EngineStore, is_native: bool, seed: int):
+    engine = engine_with(
+        **{**SPECULATES, "invariant_products": "on", "cpu_kernels": "native" if is_native else "off"},
+        enable_return_routed_experts=True,
+    )
+    check_mix(engine, seed, count=16)
