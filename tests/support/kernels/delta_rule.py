@@ -7,6 +7,7 @@ prints the outcome of each case, as JSON. It is a process of its own: see `low_l
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -367,4 +368,7 @@ def prepared(name: str) -> Callable[[], Outcome]:
 
 
 if __name__ == "__main__":
+    # XLA on CPUs may compute a value anew at each use, and with other fused multiply-adds, which round it differently.
+    # TPUs compute it once.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
     print_outcomes(prepared)
