@@ -15,6 +15,7 @@ from rayserve_moe.experts.backends import DEVICE_SUMS, LOW_LATENCY, choose_backe
 from rayserve_moe.experts.tokens import chunk_tokens
 from rayserve_moe.kernels.tpu import device_sums
 from rayserve_moe.kernels.tpu.dispatch_sizes import unsupported_reason, usable_bytes
+from rayserve_moe.kernels.tpu.paged_sizes import NUM_BUFFERS
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import NO_PART, MixerSpec, ModelSpec
@@ -156,13 +157,16 @@ def step_cost(
 def _waits_s(
     model: ModelConfig, work: StepWork, tokens: StepTokens, *, backend: str, num_chunks: int, chip: Chip
 ) -> float:
-    """Return a step's waits: of expert slots, of sequences, of what attention does not hide, and of collectives."""
+    """Return a step's waits: of expert slots, of sequences, of what attention does not hide, and of collectives.
+
+    Attention copies blocks into all its buffers but one at a time, which divides its waits.
+    """
     spec, rates = model.spec, calibrated(chip)
     slots_s = work.used_slots * rates.wait_s + (DISPATCH_ENDS_S if backend == LOW_LATENCY else 0.0)
     of_singles = (attention for attention in work.attention.values() if not attention.is_of_prompts)
     kv_bytes = sum(attention.kv_bytes * attention.num_layers for attention in of_singles)
     kv_s = kv_bytes / chip.device_hbm_bytes / rates.hbm_share
-    mixer_s = MIXER_ENDS_S + 2 * tokens.sequences * rates.wait_s
+    mixer_s = MIXER_ENDS_S + 2 * tokens.sequences * rates.wait_s / (NUM_BUFFERS - 1)
     starts = REST_COLLECTIVES + spec.num_layers * _collectives(model, backend=backend, num_chunks=num_chunks)
     starts_s = starts * (rates.collective_s - OVERHEAD_S)
     return len(spec.moe_layer_ids) * slots_s + spec.num_layers * mixer_s + rates.exposed_share * kv_s + starts_s
