@@ -96,8 +96,15 @@ def verify(files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str], 
 
 
 def is_ignorable(name: str, tree: SpecTree, *, rules: Mapping[str, str], ignored: tuple[str, ...] = ()) -> bool:
-    """Return True if no parameter needs a tensor but checkpoints of the family may hold it."""
-    return any(fnmatchcase(name, pattern) for pattern in _ignorable(tree, rules, ignored))
+    """Return True if no parameter needs a tensor but checkpoints of the family may hold it.
+
+    So they may hold layers for multi-token prediction, whose numbers follow the last layer.
+    """
+    if any(fnmatchcase(name, pattern) for pattern in _ignorable(tree, rules, ignored)):
+        return True
+    num_layers, prefix = _layers_of(tree, rules)
+    found = re.match(rf"{re.escape(prefix)}(\d+)\.", name) if prefix else None
+    return found is not None and int(found[1]) >= num_layers
 
 
 def _ignorable(tree: SpecTree, rules: Mapping[str, str], ignored: tuple[str, ...]) -> tuple[str, ...]:
@@ -111,10 +118,15 @@ def _prediction_layers(files: CheckpointFiles, tree: SpecTree, rules: Mapping[st
 
     Their numbers follow the last layer; each has a projection of the embedding and the hidden state.
     """
-    num_layers = 1 + max((layer for _, spec in walk(tree) for layer in spec.layers), default=-1)
-    prefix = rules["attention_norm"].partition("{layer}")[0] if "attention_norm" in rules else ""
+    num_layers, prefix = _layers_of(tree, rules)
     numbered = (re.fullmatch(rf"({re.escape(prefix)}(\d+)\.)eh_proj\.weight", name) for name in files.tensors)
     return [f"{found[1]}*" for found in numbered if found and int(found[2]) >= num_layers]
+
+
+def _layers_of(tree: SpecTree, rules: Mapping[str, str]) -> tuple[int, str]:
+    """Return the number of layers, and what stands before the number of a layer in names; empty without a rule."""
+    num_layers = 1 + max((layer for _, spec in walk(tree) for layer in spec.layers), default=-1)
+    return num_layers, rules["attention_norm"].partition("{layer}")[0] if "attention_norm" in rules else ""
 
 
 def _summary(fault: str, found: list[str]) -> str:
