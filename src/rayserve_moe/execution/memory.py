@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -169,16 +170,45 @@ def _meminfo(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 
 
-def give_back_freed() -> None:
-    """Return the memory of deleted arrays to the system, after some seconds, because XLA's threads hold it for a while.
+class FreedMemory:
+    """Returns the memory of deleted arrays to the system, from a single thread.
 
-    jax keeps host copies until the next garbage collection, and malloc of glibc keeps freed memory.
+    A thread that waits keeps its arena of malloc, with all memory that was freed there. With a thread for each weight
+    update, the next update takes another arena and fills it anew.
     """
-    for wait_s in (1.0, 10.0, 30.0):
-        time.sleep(wait_s)
-        gc.collect(0)
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-            trim(0)
+
+    def __init__(self) -> None:
+        self._requested, self._lock = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def request(self) -> None:
+        """Return freed memory in a second, and twice later, because XLA's threads hold it for a while."""
+        self._requested.set()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, daemon=True)
+                self._thread.start()
+
+    def _serve(self) -> None:
+        while self._requested.wait():
+            self._requested.clear()
+            time.sleep(1.0)
+            _return_freed()
+            for wait_s in (10.0, 30.0):
+                if self._requested.wait(wait_s):
+                    break
+                _return_freed()
+
+
+FREED_MEMORY = FreedMemory()
+"""That of this process: its collector and its malloc serve all runners."""
+
+
+def _return_freed() -> None:
+    """Collect the host copies that jax keeps, and the memory that malloc of glibc keeps."""
+    gc.collect(0)
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _bytes_beyond(used: str, devices: list[jax.Device]) -> int:

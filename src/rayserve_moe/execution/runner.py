@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -200,7 +199,7 @@ class HostRunner:
             self.weights = self.staged.take(self.weights)
             if self.adapters is not None:
                 self.adapters.replace_weights(self.weights.maps, programs=self.programs.adapters)
-            threading.Thread(target=memory.give_back_freed, daemon=True).start()
+            memory.FREED_MEMORY.request()
             return None
         if launches.held is not None:
             held, launches.held = launches.held, None

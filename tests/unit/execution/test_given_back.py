@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from benchmarks.host_memory import anonymous_bytes
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.synthetic import ensure_checkpoint
+from rayserve_moe.execution.memory import FreedMemory
 from rayserve_moe.execution.weights.staged import WeightReading
 from rayserve_moe.scheduling.step_plan import StepPlan
 from tests.unit.execution.test_staged_weights import loaded
@@ -44,3 +46,10 @@ def test_a_host_has_one_copy_of_its_weights_after_updates_as_before_them(tmp_pat
     while copies() > before + 0.1:
         assert time.monotonic() < deadline, f"{copies() - before:.2f} copies are left of weights that served"
         time.sleep(0.1)
+
+
+def test_updates_in_a_row_share_the_thread_that_waits() -> None:
+    freed, before = FreedMemory(), threading.active_count()
+    for _ in range(5):
+        freed.request()
+    assert threading.active_count() == before + 1
