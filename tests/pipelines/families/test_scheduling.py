@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,11 @@ ILL_CONDITIONED = {"deepseek_v3-1": (("w10", 0), 20)}
 
 In float64, rounding the result of every product to float32 moves this one by 3.3e-6 on average and others by 0.7e-6;
 against float64 one device is off by 9.8e-6, four by 3.1e-6 and transformers in float32 by 1.2e-6.
+"""
+NEAR_TIES = {"nemotron_h-2": (("w12", 1), 120, 0)}
+"""Choice, position and MoE layer whose last expert is either of two, by the order of sums.
+
+Scores of experts 2 and 1 are 2.4e-7 apart in float64. One device takes 2, transformers in float32 takes 1.
 """
 
 
@@ -141,6 +147,22 @@ def test_forced_routing_reproduces_a_run_and_other_experts_change_it(
         assert np.abs(ours.prompt.columns["logprobs"] - theirs.prompt.columns["logprobs"]).max() > 1e-3
 
 
+def with_tie_of(case: FamilyCase, expected: Outcomes, found: Outcomes) -> Outcomes:
+    """Return the expected outcomes, with the near tie of this checkpoint as it was `found`.
+
+    What follows from the tied expert may differ: later layers of that position, and the log-prob of the next token.
+    """
+    if case.name not in NEAR_TIES:
+        return expected
+    choice, position, layer = NEAR_TIES[case.name]
+    ours, theirs = deepcopy(expected[choice]), found[choice]
+    np.testing.assert_array_equal(theirs.rows[position, layer, :-1], ours.rows[position, layer, :-1])
+    ours.rows[position, layer:] = theirs.rows[position, layer:]
+    token = position - (len(ours.rows) - len(ours.ids))
+    ours.logprobs[token] = theirs.logprobs[token]
+    return {**expected, choice: ours}
+
+
 @pytest.mark.float32("devices add up parts of sums")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_whose_experts_move_is_one_device(
@@ -162,7 +184,7 @@ def test_a_mesh_whose_experts_move_is_one_device(
         logprobs, expected_logprobs = found[choice].logprobs, each_alone[choice].logprobs
         assert abs(logprobs[token] - expected_logprobs[token]) < 3 * LOGPROB_TOLERANCE
         logprobs[token] = expected_logprobs[token]
-    assert_all_same(found, each_alone)
+    assert_all_same(found, with_tie_of(case, each_alone, found))
     assert eplb.migration.progress.version >= 4
     assert_slots_hold(runner, eplb.migration.placement, expert_weights(one_device))
     computed = np.concatenate([outcome.rows[outcome.num_cached :] for outcome in found.values()])
