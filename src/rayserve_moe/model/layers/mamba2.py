@@ -1,8 +1,8 @@
 """Mamba-2 layers (Dao and Gu, arXiv:2405.21060): configuration, parameters and computation.
 
-A head's state is a gated linear recurrence without the delta rule (`kernels.reference.gated_delta`). Its entries and
-rings are those of gated delta layers. Keys are the paper's B and queries its C, which the heads of a group share;
-values are x, and `beta` is the step dt.
+A head's state is a gated linear recurrence without the delta rule (`kernels.reference.gated_delta`), with the entries
+and rings of gated delta layers. Keys are the paper's B and queries its C, which the heads of a group share; values are
+x, and `beta` is the step dt.
 """
 
 # T tokens   L layers of the kind   D model width   K groups   H heads   d state width   v head width   J taps
