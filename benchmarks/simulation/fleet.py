@@ -250,7 +250,7 @@ class Simulation:
         asked.prompt = np.zeros(0, np.int32)
 
     def _continue(self, conversation: Conversation, turn: int, history: np.ndarray, now: float) -> None:
-        """Have a conversation ask its next turn once its gap is over and its subagents have ended."""
+        """Schedule the next turn of a conversation for the end of its gap and of its subagents."""
         following = conversation.turns[turn]
         left = 1 + len(following.calls)
 
@@ -266,7 +266,7 @@ class Simulation:
             self._ask(called, 0, np.zeros(0, np.int32), now)
 
     def _leave(self, conversation: Conversation, now: float) -> None:
-        """Tell the caller of a subagent that it has ended."""
+        """End a conversation; the caller of a subagent may continue."""
         if (ended := self._callers.pop(id(conversation), None)) is not None:
             ended(now)
 

@@ -72,11 +72,11 @@ class SessionHints(NamedTuple):
     """Hints that clients send with the turns of a session."""
 
     names: bool = False
-    """Every turn names its session."""
+    """True if every turn names its session."""
     final: bool = False
-    """The last turn says that it is the last."""
+    """True if the last turn ends the session."""
     ttl_s: float = 0.0
-    """Seconds for which every turn asks to keep its pages."""
+    """Requested seconds of protection for the pages of every turn."""
 
 
 NO_HINTS = SessionHints()
@@ -113,7 +113,7 @@ class SimulatedReplica:
     def add(
         self, name: str, token_ids: np.ndarray, *, num_answer: int, session: str | None = None, is_last: bool = False
     ) -> sequences.Sequence:
-        """Queue a prompt, a turn of a session with hints, or of none."""
+        """Queue a prompt; a turn of a `session` carries the hints of the replica's clients."""
         hints = NO_HINTS if session is None else self._hints
         protected = ((INT32_MAX, hints.ttl_s),) if hints.ttl_s and not (is_last and hints.final) else ()
         request = GenerationRequest(

@@ -32,9 +32,9 @@ class Turn:
     num_answer: int
     gap_s: float = 0.0
     calls: tuple[Conversation, ...] = ()
-    """Conversations of subagents, which begin with its gap; its prompt is sent when they have ended, too."""
+    """Conversations of subagents. They begin with the gap, and the prompt is sent after all of them have ended."""
     num_dropped: int = 0
-    """Tokens at the end of the history that its prompt leaves out, by an edit of the history."""
+    """Tokens that an edit removes from the end of the history."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,11 +49,11 @@ class Conversation:
     starts_at: float
     turns: tuple[Turn, ...]
     sends_hints: bool = True
-    """True if its client sends the hints that are compared (`SessionHints`)."""
+    """True if its client sends the compared hints (`SessionHints`)."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts and answers, at its end, with those of subagents."""
+        """Return the number of tokens of all prompts and answers, including subagents."""
         own = sum(turn.num_tokens + turn.num_answer for turn in self.turns)
         return own + sum(called.num_tokens for turn in self.turns for called in turn.calls)
 
