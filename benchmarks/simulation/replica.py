@@ -52,14 +52,14 @@ class SimulatedDevices:
         return before[1]
 
     def start(self) -> StartReport:
-        """Nothing has to be started."""
+        """Do nothing."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def shutdown(self) -> None:
-        """Nothing to stop."""
+        """Do nothing."""
 
 
 def _answer(plan: StepPlan) -> StepResult:
@@ -106,7 +106,7 @@ class SimulatedReplica:
         return self._log.snapshot()
 
     def page_events(self) -> PageMessage | None:
-        """What has changed since the last call."""
+        """Return the changes since the last call."""
         changes = self._events.take(MOST_EVENTS) if self._watched else []
         return self._log.publish(changes) if changes else None
 
@@ -135,7 +135,7 @@ class SimulatedReplica:
         return [owner for row in rows.tolist() if (owner := owners[row]) is not None], ended
 
     def load(self) -> Load:
-        """As `PageWatch.load` reports it."""
+        """Return the load as `PageWatch.load` reports it."""
         scheduler = self.cycle.scheduler
         unfinished = [sequence for rank in scheduler.ranks for sequence in rank.prefilling]
         queued = sum(sequence.num_tokens for sequence in scheduler.waiting)
