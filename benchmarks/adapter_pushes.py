@@ -1,10 +1,10 @@
-"""Adapters pushed while sequences decode by them: gaps between steps, memory, and answers by the bytes that they name.
+"""Pushes of adapters while sequences decode by them: gaps between steps, memory, and the adapters that answers name.
 
     python -m benchmarks.adapter_pushes [--size small] [--pushes 1000] [--streams 16] [--every 0.2] [--out FILE.json]
 
-A trainer pushes one adapter under one name in place, each time with other bytes, as many streams ask one request after
-another. Afterwards one answer in twenty is asked again, alone, by the bytes that it named: its ids must be equal. A run
-of 1,000 pushes takes about six minutes on two quiet cores.
+A trainer pushes adapters with different bytes under one name while many streams send one request after another. Then
+one request in twenty is repeated alone with the adapter that its answer named; the ids must be equal. A run of 1,000
+pushes takes about six minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rayserve_moe.inprocess.engine import Engine
 
 NAME, RANK, NUM_NEW = "run", 16, 64
 PROMPT_LENGTHS = (8, 40)
-ASKED_AGAIN = 20
-"""One answer in this many is asked again."""
+REPEATED = 20
+"""One request in this many is repeated."""
 TENSORS = "adapter_model.safetensors"
 
 
 def pushed(base: Path, directory: Path, *, number: int) -> Path:
-    """Write the adapter of a push: the base with one matrix B of other values."""
+    """Write the adapter of a push: the base with random values in one matrix B."""
     directory.mkdir(exist_ok=True)
     tensors = load_file(base / TENSORS)
     name = next(name for name in tensors if "lora_B" in name)
@@ -48,7 +48,7 @@ def pushed(base: Path, directory: Path, *, number: int) -> Path:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process."""
+    """Return the resident memory of this process."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
 
@@ -62,7 +62,7 @@ def load(engine: Engine, path: Path, name: str = NAME) -> str:
 
 
 def ask(engine: Engine, prompt: list[int], name: str = NAME) -> tuple[list[int], list[str]]:
-    """Return the ids of an answer and the versions that it names."""
+    """Return the ids and the weight versions of an answer."""
     answer: Any = engine.generate(
         input_ids=prompt, lora_path=name, temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True
     )
@@ -70,7 +70,7 @@ def ask(engine: Engine, prompt: list[int], name: str = NAME) -> tuple[list[int],
 
 
 def answered(engine: Engine, stop: threading.Event, *, seed: int) -> list[tuple[list[int], list[int], list[str]]]:
-    """Ask one request after another; return prompts, ids and versions."""
+    """Send one request after another; return prompts, ids and versions."""
     random, found = np.random.default_rng(seed), []
     while not stop.is_set():
         length = random.integers(*PROMPT_LENGTHS)
@@ -80,7 +80,10 @@ def answered(engine: Engine, stop: threading.Event, *, seed: int) -> list[tuple[
 
 
 def measure(engine: Engine, base: Path, folder: Path, *, asked: argparse.Namespace) -> dict[str, Any]:
-    """Push under streams; return what was seen. Raises RuntimeError for an answer of other bytes than it names."""
+    """Push adapters while streams run; return the figures.
+
+    Raises: RuntimeError if an answer does not come from the adapter that it names.
+    """
     starts, stop, held, memory = StepStarts(engine), threading.Event(), list[float](), list[int]()
     numbers = {load(engine, pushed(base, folder / "pushed", number=0)): 0}
     with ThreadPoolExecutor(asked.streams) as pool:
@@ -123,20 +126,20 @@ def measure(engine: Engine, base: Path, folder: Path, *, asked: argparse.Namespa
 
 
 def check(engine: Engine, answers: list[Any], numbers: dict[str, int], write: Callable[[int], Path]) -> int:
-    """Ask some answers again by the bytes that they name; return their number.
+    """Repeat some requests with the adapters that their answers named; return their number.
 
-    Raises: RuntimeError if an answer does not name one push, or has other ids than its bytes give.
+    Raises: RuntimeError if an answer does not name one push, or if the repeated answer has other ids.
     """
     count = 0
     for place, (prompt, ids, versions) in enumerate(answers):
         key = versions[0].partition("+")[2]
         if len(versions) != 1 or key not in numbers:
             raise RuntimeError(f"an answer names {versions}")
-        if place % ASKED_AGAIN == 0:
+        if place % REPEATED == 0:
             count += 1
             load(engine, write(numbers[key]), "again")
             if ask(engine, prompt, "again")[0] != ids:
-                raise RuntimeError(f"the ids of an answer are not those of {key}")
+                raise RuntimeError(f"the ids of an answer differ from the ids of {key}")
     return count
 
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.adapters [--size mid] [--rank 16] [--experts] [--repeats 5] [--out FILE.json]
 
-Sides run in turn: `off` is an engine without the feature; the others are one engine with eight resident adapters of all
-matrices that take them, experts included with `--experts`: `none` with no adapter in a request, `one`, `four` and
-`eight` with adapters in turn, `half` with eight in every other request. Decoding is 16 prompts of 16 tokens and 96 new
-tokens, prompts are 16 x 512 tokens.
-`off` and `none` must give the same ids. It takes about five minutes on two quiet cores.
+Sides run in turn. `off` is an engine without adapters. The other sides share an engine with eight resident adapters of
+all adapted matrices, and of experts with `--experts`. Their requests name no adapter (`none`), adapters in turn (`one`,
+`four`, `eight`), or one of eight in every other request (`half`). Decoding is 16 prompts of 16 tokens and 96 new
+tokens; prompts are 16 x 512 tokens. `off` and `none` must give the same ids. It takes about five minutes on two quiet
+cores.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TITLES = {
 
 
 def write_adapter(checkpoint: Path, directory: Path, *, rank: int, seed: int, experts: bool = False) -> Path:
-    """Write a random adapter of all adapted matrices, and of `experts` if their files have a tensor per expert."""
+    """Write a random adapter of all adapted matrices; `experts` includes experts with a tensor each in their files."""
     files, random = open_checkpoint(checkpoint), np.random.default_rng(seed)
     spec, rules = spec_from_config(files.config), rules_of(files.config, files.tensors)
     specs = parameter_specs(spec, dtype="bfloat16")

@@ -50,7 +50,7 @@ Plant = Callable[[np.ndarray, np.random.Generator, int], np.ndarray]
 
 @contextmanager
 def client_of(side: str, model: Path) -> Iterator[tuple[BlockingRolloutClient, str, RoutingLayout]]:
-    """Client of a server in this process, its address, and the layout of its rows."""
+    """Yield a client of a server in this process, its address, and the layout of its rows."""
     settings = {
         "enable_return_routed_experts": True, "enable_audit": True, "max_running_requests": 64,
         "precompile_bs_paddings": [64], "max_step_tokens": 256, "num_pages": 1024, "structured_output": False,
@@ -63,7 +63,7 @@ def client_of(side: str, model: Path) -> Iterator[tuple[BlockingRolloutClient, s
 
 
 def sampled(client: BlockingRolloutClient, count: int) -> list[Rollout]:
-    """Answers to sums and their continuations, drawn at temperature 1."""
+    """Return answers to sums and their continuations, drawn at temperature 1."""
     problems = held_out_problems(MIX[0][0], limit=-(-count // GROUP))
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
     found: list[Rollout] = []
@@ -91,7 +91,7 @@ def body_of(rollout: Rollout, layout: RoutingLayout, rows: np.ndarray | None = N
 def audited(
     client: BlockingRolloutClient, samples: Sequence[dict[str, Any]], *, url: str, batch: int
 ) -> dict[str, Any]:
-    """Reports of the samples, with the seconds of the audit and of plain scores of the same tokens."""
+    """Return reports of the samples, with the seconds of the audit and of plain scores of the same tokens."""
     entries: list[dict[str, Any]] = []
     seconds = {"audit": 0.0, "scores": 0.0}
     for first in range(0, len(samples), batch):

@@ -18,7 +18,7 @@ REBALANCE_TITLES = {
 
 
 def rebalance(measured: Mapping[str, Any]) -> str:
-    """Speed of steps while experts move against the quiet ones around, and the longest gap between steps."""
+    """Render speed of steps while experts move against the quiet ones around, and the longest gap between steps."""
     rows = [
         [
             REBALANCE_TITLES[name],
@@ -39,7 +39,7 @@ def rebalance(measured: Mapping[str, Any]) -> str:
 
 
 def expert_traffic(measured: Mapping[str, Any]) -> str:
-    """By trace, group and planner: ranks per token, bytes and their changes at every batch, hottest rank and time."""
+    """Render ranks per token, bytes, changes at every batch, hottest rank and time by trace, group and planner."""
     batches = sorted({each["batch"] for case in measured["cases"] for each in case["found"]})
     middle = batches[min(1, len(batches) - 1)]
     rows: list[list[object]] = []
@@ -79,7 +79,7 @@ def expert_traffic(measured: Mapping[str, Any]) -> str:
 
 
 def realised_balance(measured: Mapping[str, Any]) -> str:
-    """The hottest rank over the mean, as counted in the steps and as planned."""
+    """Render the hottest rank over the mean, as counted in the steps and as planned."""
     rows = []
     for name, phase in measured["phases"].items():
         pairs = list(zip(phase["realised"], phase["promised"], strict=True))

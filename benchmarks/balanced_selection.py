@@ -45,13 +45,13 @@ SIZES = {"k": TOP_K, "num_slots": SLOTS}
 
 
 def draw_scores(skew: float, generator: np.random.Generator) -> np.ndarray:
-    """Scores [tokens, experts] whose top 1 falls on expert i in proportion to (i + 1) ** -skew."""
+    """Return scores [tokens, experts] whose top 1 falls on expert i in proportion to (i + 1) ** -skew."""
     popularity = -skew * np.log(np.arange(1, EXPERTS + 1))
     return (generator.gumbel(size=(TOKENS, EXPERTS)) + popularity).astype(np.float32)
 
 
 def replicated_table() -> np.ndarray:
-    """Slots of each expert [experts, 16]: one for each, and 4 more for each of the 32 most popular ones."""
+    """Return slots of each expert [experts, 16]: one for each, and 4 more for each of the 32 most popular ones."""
     table = np.full((EXPERTS, MOST), -1, np.int32)
     table[:, 0] = np.arange(EXPERTS)
     table[: (SLOTS - EXPERTS) // 4, 1:5] = np.arange(EXPERTS, SLOTS).reshape(-1, 4)
@@ -59,7 +59,7 @@ def replicated_table() -> np.ndarray:
 
 
 def timed(skew: float, factor: float, *, repeats: int) -> dict[str, Any]:
-    """Milliseconds of neighbouring runs of the definition and of the compiled selection, which must agree."""
+    """Return milliseconds of neighbouring runs of the definition and of the compiled selection, which must agree."""
     select = jax.jit(partial(balanced_expert_selection, **SIZES))
     scores, table = draw_scores(skew, np.random.default_rng(0)), replicated_table()
     arguments = jax.device_put((scores, table, np.float32(factor)))
@@ -74,7 +74,7 @@ def timed(skew: float, factor: float, *, repeats: int) -> dict[str, Any]:
 
 
 def balance(skew: float, *, draws: int) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """Hottest over mean rank load and share of assignments kept, of every draw, by mode and factor."""
+    """Return hottest over mean rank load and share of assignments kept, of every draw, by mode and factor."""
     placement = planned(skew)
     table = priorities(placement)
     device_index = np.arange(TOKENS, dtype=np.int32) * RANKS // TOKENS
@@ -104,7 +104,7 @@ def balance(skew: float, *, draws: int) -> dict[str, dict[str, list[dict[str, fl
 
 
 def planned(skew: float) -> ExpertPlacement:
-    """A placement of 384 slots on 32 ranks for the popularities of a skew."""
+    """Return a placement of 384 slots on 32 ranks for the popularities of a skew."""
     load = np.zeros(EXPERTS)
     for seed in range(20):
         scores = draw_scores(skew, np.random.default_rng([seed, 0]))
@@ -113,7 +113,7 @@ def planned(skew: float) -> ExpertPlacement:
 
 
 def priorities(placement: ExpertPlacement) -> np.ndarray:
-    """Slots of each expert for each rank [ranks, experts, slots]: its own first, then by number."""
+    """Return slots of each expert for each rank [ranks, experts, slots]: its own first, then by number."""
     held, per_rank = placement.expert_of_slot[0], placement.slots_per_rank
     most = int(np.bincount(held).max())
     table = np.full((RANKS, EXPERTS, most), -1, np.int32)
@@ -125,19 +125,19 @@ def priorities(placement: ExpertPlacement) -> np.ndarray:
 
 
 def slot_imbalance(slots: np.ndarray) -> float:
-    """Imbalance of the ranks that the chosen slots lie on."""
+    """Return imbalance of the ranks that the chosen slots lie on."""
     loads = np.bincount(slots[slots >= 0] // (SLOTS // RANKS), minlength=RANKS)
     return float(imbalance(loads[None])[0])
 
 
 def _sequentially(scores: np.ndarray, table: np.ndarray, factor: float) -> np.ndarray:
-    """The definition without its weights and shares: sort, then the loop."""
+    """Compute the definition without its weights and shares: sort, then the loop."""
     capacity = oracle_capacity(factor, TOKENS, **SIZES)
     return oracle_slots(ranked(scores), [table] * TOKENS, capacity=capacity, **SIZES)[0]
 
 
 def _slots_by_shares(placement: ExpertPlacement, ids: jax.Array) -> jax.Array:
-    """Every rank splits what it dispatches."""
+    """Split what each rank dispatches by shares."""
     router, plan = RouterSpec(EXPERTS, TOP_K, True), plan_for(jax.devices()[:1])
     config = ExpertConfig(router, CPU, plan, num_redundant=SLOTS - EXPERTS)
     maps, valid = placement_arrays(placement), jax.numpy.ones(TOKENS // RANKS, bool)

@@ -40,7 +40,7 @@ FAMILIES = tuple(case.family for case in FAMILY_CASES if not case.variant and ca
 
 
 def larger_case(family: str) -> FamilyCase:
-    """The first case of a family with more layers and experts, so that bfloat16 shows."""
+    """Return the first case of a family with more layers and experts, so that bfloat16 shows."""
     (case,) = (case for case in FAMILY_CASES if case.family == family and not case.variant)
     changes = {name: size for name, size in (EXPERTS | TOP_K).items() if name in case.config}
     num_layers = SIZES["num_hidden_layers"]
@@ -51,7 +51,7 @@ def larger_case(family: str) -> FamilyCase:
 
 
 def measure(family: str, directory: Path) -> dict[str, Any]:
-    """Shares of token-layers whose sets differ, for each pair of ways to compute them; `token_layers` of each."""
+    """Return shares of token-layers with different sets for each pair of ways to compute them, and `token_layers`."""
     whole, rounded = directory / "float32", directory / "bfloat16"
     reference_model(larger_case(family)).save(whole)
     load(whole, experts="eager", dtype=torch.bfloat16).save_pretrained(rounded)
@@ -74,7 +74,7 @@ def measure(family: str, directory: Path) -> dict[str, Any]:
 
 
 def load(path: Path, *, experts: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of transformers from its files."""
+    """Return a model of transformers from its files."""
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager", experts_implementation=experts, local_files_only=True
     ).eval()
@@ -91,7 +91,7 @@ def route_in_float32(model: PreTrainedModel) -> None:
 
 
 def native(path: Path) -> np.ndarray:
-    """Experts of all tokens by the native kernels: [tokens, MoE layers, k]."""
+    """Return experts of all tokens by the native kernels: [tokens, MoE layers, k]."""
     with Engine(
         str(path), cpu_kernels="native", dtype="bfloat16", enable_return_routed_experts=True,
         max_running_requests=4, num_pages=64, max_step_tokens=64, precompile_bs_paddings=[4],
@@ -107,7 +107,7 @@ def _rows(answer: dict[str, Any], layout: Any) -> np.ndarray:
 
 
 def measure_all(families: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By family; a note of each as it ends."""
+    """Measure every family; note each as it ends."""
     found = {}
     for family in families:
         with tempfile.TemporaryDirectory(prefix="routing-") as directory:

@@ -57,7 +57,7 @@ def _said(answer: dict[str, Any]) -> str:
 
 
 def judged(said: dict[str, dict[str, list[str]]]) -> dict[str, dict[str, Any]]:
-    """By task the number of problems, and by side how many answers are right, and how many are those of float32."""
+    """Count problems by task, and right answers and answers equal to float32's by side."""
     return {
         name: {
             "problems": len(problems),

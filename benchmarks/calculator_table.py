@@ -15,12 +15,12 @@ SUMS = "sums"
 
 
 def calculator(measured: Mapping[str, Any]) -> str:
-    """One row for each side, then right answers by task and side and those that are float32's own."""
+    """Render one row for each side, then right answers by task and side and those that are float32's own."""
     return f"{_sides(measured)}\n\n{_tasks(measured)}"
 
 
 def _sides(measured: Mapping[str, Any]) -> str:
-    """The step of each side, and its answers to sums and to all problems."""
+    """Render the step of each side, and its answers to sums and to all problems."""
     runs, every = measured["runs"], list(measured["tasks"].values())
     sums = [task for name, task in measured["tasks"].items() if name.startswith(SUMS)]
     heading = ["kernels", "dtype", "ms per step", "waiting for the device, ms", "answers/s", "of float32"]
@@ -43,13 +43,13 @@ def _sides(measured: Mapping[str, Any]) -> str:
 
 
 def _answers(side: str, tasks: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """How many are right, and how many are not those of float32."""
+    """Return how many answers are right, and how many differ from float32's."""
     others = sum(task["problems"] - task["same"][side] for task in tasks)
     return f"{sum(task['right'][side] for task in tasks):,}", f"{others:,}" if side != "float32" else ""
 
 
 def _tasks(measured: Mapping[str, Any]) -> str:
-    """Shares of right answers, and of those that are float32's own."""
+    """Render shares of right answers, and of those that are float32's own."""
     titles = {side: ", ".join(COMPUTED_BY[side]) for side in measured["runs"]}
     others = [side for side in titles if side != "float32"]
     rows = [

@@ -65,7 +65,7 @@ def _product(_: Path) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
 def _blocked_product(
     _: Path, *, size: int, block: tuple[int, int, int]
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """The product that the documentation of jax measures: blocks of rows x inner x columns, sums in float32."""
+    """Return the product that the documentation of jax measures: blocks of rows x inner x columns, sums in float32."""
     rows, inner, columns = block
 
     def multiply(left: Any, right: Any, out: Any, sums: Any) -> None:
@@ -99,7 +99,7 @@ def _blocked_product(
 def _grouped(
     wheels: Path, *, shape: tuple[int, int, int], rows: int, dtype: Any = jnp.bfloat16
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """The peer's grouped product, imported without the peer's package, which loads a server."""
+    """Return the peer's grouped product, imported without the peer's package, which loads a server."""
     folder = unpacked(wheels)
     package = types.ModuleType("tpu_inference")
     package.__path__ = [str(folder / "tpu_inference")]
@@ -110,7 +110,7 @@ def _grouped(
 
 
 def _trips(groups: int, used: int) -> tuple[float, ...]:
-    """Trips of the grouped product: groups, tiles of a group with rows, rows to clear before and behind, tiles."""
+    """Return trips of the grouped product: groups, tiles of a group, rows to clear before and behind, tiles."""
     return groups, used / groups, 1.0, 1.0, used
 
 

@@ -55,7 +55,7 @@ class Point:
 
 
 def _copies() -> tuple[Point, ...]:
-    """Copies; bytes are those of the array, each read and written."""
+    """Return copies; bytes are those of the array, each read and written."""
     sizes = {2: 3.04, 4: 3.73, 8: 7.47, 16: 12.2, 32: 22.3, 8192: 5350.0}
     on_v7x = (
         Point("XLA copy", "tpu7x", f"{mib} MiB", published_us, RECIPES, COPY, compiled="copy on tpu7x", scale=mib / 32,
@@ -68,7 +68,7 @@ def _copies() -> tuple[Point, ...]:
 
 
 def _grouped() -> tuple[Point, ...]:
-    """Grouped products: experts, their shape, the groups that have rows, and rows of each."""
+    """Return grouped products: experts, their shape, the groups that have rows, and rows of each."""
     runs = (
         ("gmm_v2 64 x 4096 x 2048 bf16", "30 groups x 3", 159.8, 30, 4096 * 2048 * 2, False),
         ("gmm_v2 64 x 4096 x 2048 fp8", "30 groups x 3", 81.9, 30, 4096 * 2048, True),
@@ -83,7 +83,7 @@ def _grouped() -> tuple[Point, ...]:
 
 
 def _blocked() -> tuple[Point, ...]:
-    """Blocked products of the documentation of jax; a host's clock, less the 0.1 ms that an empty call takes."""
+    """Return blocked products of the documentation of jax; a host's clock, less the 0.1 ms that an empty call takes."""
     small, large = "blocked product, 128 x 128 x 128", "blocked product, 512 x 1024 x 1024"
     runs = (
         (small, 1024, 200.0, 1024, False), (small, 4096, 11_700.0, 1024, True), (small, 8192, 91_700.0, 1024, False),
@@ -106,7 +106,7 @@ def _products() -> tuple[Point, ...]:
 
 
 def _attention() -> tuple[Point, ...]:
-    """Paged attention, version 3; 128 sequences of 1,537 keys, or prompts of 2,048 and 1,024 tokens."""
+    """Return paged attention, version 3; 128 sequences of 1,537 keys, or prompts of 2,048 and 1,024 tokens."""
     page_bytes = 2 * 128 * 2
     decode = (
         ("4/1 heads, page 128", 1, 582.0, 520.0, True), ("4/1 heads, page 256", 1, 543.0, 481.0, False),

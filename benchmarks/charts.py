@@ -63,7 +63,7 @@ MADE_UP_SLICE = "v6e:2x4"
 
 
 def _made_up(models: Mapping[str, Any]) -> dict[str, Chart]:
-    """Tokens per second and chip of each model; a bar is the range that published device times leave."""
+    """Draw tokens per second and chip of each model; a bar is the range that published device times leave."""
 
     def line(rows: Mapping[str, Any]) -> list[tuple[float, Spread]]:
         rates = {float(count): one["tokens_per_s"] / one["chips"] for count, one in rows.items()}
@@ -101,7 +101,7 @@ def _selection(measured: Mapping[str, Any]) -> dict[str, Chart]:
 
 
 def _fleet(simulated: Mapping[str, Any]) -> dict[str, Chart]:
-    """By rate at the number of replicas that has most rates, and by number of replicas at the rate that has most."""
+    """Render rates at the most frequent number of replicas, and numbers of replicas at the most frequent rate."""
     rows = simulated["rows"]
     numbers, rates = ({row[name] for row in rows} for name in ("num_replicas", "rate"))
     number = max(sorted(numbers), key=lambda each: sum(row["num_replicas"] == each for row in rows))

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.table import tables
 
 CONFIGS = {path.stem: ("--config", str(path)) for path in sorted(Path("configs").glob("*.yaml"))}
-"""What is shipped; those that serve on CPU hosts say so, and are skipped."""
+"""Options of the shipped configs. `compile-check` skips configs for CPU hosts."""
 
 DECODE = "decode_16"
 MOVES = f"{DECODE},fetch_slots,swap_layer"
@@ -33,12 +33,12 @@ MODELS: dict[str, tuple[str, ...]] = {
     "qwen3-235b-a22b@v5p:2x4x4+32": ("--programs", MOVES),
     "qwen3-235b-a22b@v5p:2x4x4+128": ("--programs", MOVES),
 }
-"""Model, topology and redundant experts, and what differs from 16 sequences of 4096 tokens on as many data ranks as
-devices. They exchange rows, whatever `auto` would do."""
+"""Options by model, topology and redundant experts. Defaults are 16 sequences of 4096 tokens, and a data rank per
+device. All exchange rows by `all_to_all`."""
 
 HEADS = Path(__file__).parent / "heads"
 VERIFIED = ("--return-routed-experts", "--programs", "decode_128,draft_16")
-"""Programs of a server with a draft model: a step that verifies seven drafts of each sequence, and drafts."""
+"""Options for programs with a draft model: the step that verifies seven drafts of each sequence, and drafting."""
 EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(HEADS / "qwen3-30b-a3b-eagle3"))
 FEATURES: dict[str, tuple[str, ...]] = {
     "qwen3-30b-a3b@v6e:2x4, EAGLE3": (*EAGLE3, *VERIFIED),
@@ -48,10 +48,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("--programs", f"{DECODE}_adapters,prefill_1024_adapters,put_adapter"),
     ),
 }
-"""What else is served, with as many sequences."""
+"""Options by model, topology and feature. The number of sequences is as in MODELS."""
 
 JOBS = 2
-"""Programs at a time where only few layers are compiled; the times of whole ones are not to be disturbed."""
+"""Programs that compile at a time if only a few layers are compiled. Whole models compile alone, as they are timed."""
 KEY = "compile_gate"
 LIMITED = ("copied_activation_bytes",)
 LIMITS = Path(__file__).parent / "compile_limits.json"
@@ -59,7 +59,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def options_of(case: str) -> tuple[str, ...]:
-    """The options of `compile-check` for a case."""
+    """Return the options of `compile-check` for a case."""
     if case in CONFIGS:
         return CONFIGS[case]
     if case in FEATURES:
@@ -72,7 +72,7 @@ def options_of(case: str) -> tuple[str, ...]:
 
 
 def check(case: str, *, num_layers: int = 0, num_jobs: int = JOBS) -> dict[str, Any] | None:
-    """Compile one case, `num_jobs` programs at a time where only few layers are.
+    """Compile a case, with `num_jobs` programs at a time if only a few layers are compiled.
 
     Returns the report, with the exit status. None where it is skipped.
     """
@@ -93,12 +93,12 @@ def check(case: str, *, num_layers: int = 0, num_jobs: int = JOBS) -> dict[str, 
 
 
 def limits_of(report: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """What the programs of a report do, as limits for later ones."""
+    """Return the measures of a report's programs, as limits for later reports."""
     return {program["name"]: {field: program[field] for field in LIMITED} for program in report["programs"]}
 
 
 def _kept(report: dict[str, Any]) -> dict[str, Any]:
-    """A report without the list of copied activations, of which a program has hundreds; their bytes stay."""
+    """Return a report without its long list of copied activations; their bytes stay."""
     programs = [{name: found[name] for name in found if name != "activation_copies"} for found in report["programs"]]
     return report | {"programs": programs}
 

@@ -1,4 +1,4 @@
-"""Command line of benchmarks that compile each case in a separate process and keep the results by case."""
+"""Command line of benchmarks that compile each case in a separate process and keep results by case."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def run_cases(
     compile_here: Callable[[Case, Path], Found],
     table: Callable[[Mapping[str, Found]], str],
 ) -> None:
-    """Compile the cases that the command line of `module` selects, writing the result file after each; print its table.
+    """Compile the cases that the command line selects, write the result file after each, and print its table.
 
-    Results are kept in the order of `cases`. `compile_here` writes schedules to its folder.
+    `module` is the calling module. Results are kept in the order of `cases`. `compile_here` writes schedules to its
+    folder.
 
     Raises: RuntimeError with the end of the errors of a failing case.
     """
@@ -49,7 +50,7 @@ def run_cases(
 
 
 def _compiled_apart(module: str, name: str) -> Found:
-    """Compile a case in a process with an empty folder for schedules."""
+    """Compile a case in a separate process with an empty folder for schedules."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", module, "--only", name, "--into", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)

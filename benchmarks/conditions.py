@@ -32,17 +32,17 @@ def load_before_start() -> float:
 
 
 def checkpoint_of(size: str) -> Path:
-    """The synthetic checkpoint of this size, written now if it is not there."""
+    """Return the synthetic checkpoint of this size, written now if it is not there."""
     return resolve_model_path(SYNTHETIC_PREFIX + size, cache_directory=default_cache_directory())
 
 
 def num_parameters(path: Path) -> int:
-    """Numbers in the checkpoint's tensors."""
+    """Return the number of values in the checkpoint's tensors."""
     return sum(math.prod(tensor.shape) for tensor in open_checkpoint(path).tensors.values())
 
 
 def machine_facts(load_before: float) -> dict[str, Any]:
-    """Processor, cores, device kind, load before the start, versions of the packages that are installed."""
+    """Return processor, cores, device kind, load before the start, versions of the packages that are installed."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -56,7 +56,7 @@ def machine_facts(load_before: float) -> dict[str, Any]:
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

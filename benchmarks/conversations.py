@@ -27,7 +27,7 @@ ANSWER_TOKENS = 24
 
 
 def fewest_computed(prompt_len: int, num_known: int, *, page_size: int) -> int:
-    """Prompt tokens that a turn must compute where the first `num_known` have been computed before.
+    """Return prompt tokens that a turn must compute where the first `num_known` have been computed before.
 
     Pages are shared whole, and the last prompt token is always computed: its logits are needed.
     """

@@ -2,8 +2,9 @@
 
     python -m benchmarks.decision_paths [--samples 420] [--paths stream cached ...]
 
-The calculator answers sums by native kernels, so values are compared to the bit. The plain recomputation runs one
-choice at a time, without cached prompts, drafts or streams. A value that an answer reports missing is counted apart.
+The calculator answers sums by native kernels, so values are compared bit by bit. The plain recomputation runs one
+choice at a time, without cached prompts, drafts or streams. Values that an answer reports as missing are counted
+separately.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 PLAIN = {"max_running_requests": 1, "precompile_bs_paddings": [1], "enable_prefix_caching": False}
 FEW_PAGES = {"num_pages": 48}
-"""Fewer pages than running requests fill in the end."""
+"""Fewer pages than all running requests need."""
 DRAFTING = {"speculative_algorithm": "SIBLINGS", "speculative_num_steps": MAX_DRAFTS}
 PARTS = ("gates", "masks", "sampling log-probs", "log-probs", "versions", "drafts")
 Counts = dict[str, Counter[str]]
@@ -62,10 +63,11 @@ Counts = dict[str, Counter[str]]
 
 @dataclass(frozen=True)
 class Asked:
-    """Prompts with their seeds."""
+    """Requested prompts. The index of a prompt is its seed."""
 
     prompts: list[list[int]]
     choices: int = 1
+    """Choices of each prompt."""
 
     def body(self, index: int, **fields: Any) -> dict[str, Any]:
         """Return the body for a prompt."""
@@ -74,11 +76,11 @@ class Asked:
 
 
 Answers = list[dict[str, Any]]
-"""A final answer per choice, all choices of a prompt in turn, with decoded rows as `routing`."""
+"""Final answers, one per choice in the order of prompts, with decoded rows as `routing`."""
 
 
 def prompts_of(count: int) -> list[list[int]]:
-    """Return problems behind three solved ones, which eight prompts in turn share."""
+    """Return problems, each after three solved ones; eight adjacent prompts share these."""
     problems = held_out_problems(MIX[0][0], limit=count)
     solved = [f"{problem.prompt}{problem.answers[0]}\n" for problem in problems]
     return [
@@ -89,7 +91,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 @contextmanager
 def served(model: Path, **settings: Any) -> Iterator[tuple[Engine, str]]:
-    """Serve the model; drafts, if any, are proposed in every step."""
+    """Serve the model; with drafts, every step proposes some."""
     with Engine(str(model), **{**SETTINGS, **settings}) as engine:
         drafted = extension_of(engine.loop._cycle.extensions, DraftedSteps)
         if drafted is not None:
@@ -102,7 +104,7 @@ def served(model: Path, **settings: Any) -> Iterator[tuple[Engine, str]]:
 
 
 def posted(url: str, asked: Asked, **fields: Any) -> Answers:
-    """Return the answers to all prompts, asked for at the same time."""
+    """Return the answers to all prompts, requested at the same time."""
 
     def ask(index: int) -> Answers:
         answer = client.post("/generate", json=asked.body(index, rid=f"{time.time_ns()} {index}", **fields))
@@ -115,7 +117,7 @@ def posted(url: str, asked: Asked, **fields: Any) -> Answers:
 
 
 def streamed(url: str, asked: Asked) -> Answers:
-    """Return the last event of each stream, with the rows of all its events."""
+    """Return the last event of each stream, with the joined rows of all events."""
 
     def ask(index: int) -> dict[str, Any]:
         body = asked.body(index, stream=True, stream_routed_experts=True, **MASKED)
@@ -131,9 +133,9 @@ def streamed(url: str, asked: Asked) -> Answers:
 
 
 def updated(engine: Engine, url: str, asked: Asked, *, model: Path) -> tuple[Answers, Counter[str]]:
-    """Give the same weights new versions while requests run; also return the known labels of log-probs and rows.
+    """Reload the same weights under new versions while requests run; return the answers and the counts of labels.
 
-    A pause stops between two steps, so that the tokens of every running request are known.
+    A pause between two steps gives the number of tokens of every running request at each reload.
     """
     found: list[Answers] = []
     thread = threading.Thread(target=lambda: found.append(posted(url, asked, **MASKED)))
@@ -160,9 +162,9 @@ def updated(engine: Engine, url: str, asked: Asked, *, model: Path) -> tuple[Ans
 
 
 def versions_of(answer: dict[str, Any], num_prompt: int, bounds: Sequence[tuple[int, str]]) -> Counter[str]:
-    """Compare the labels of outputs and of their rows with the lengths at which versions changed.
+    """Count the outputs with right version labels of log-probs and rows, given (length, version) of each change.
 
-    The row of a token is computed in the step that samples the next one.
+    A step samples a token and computes the row of the token before it.
     """
     meta, end = answer["meta_info"], num_prompt + len(answer["output_ids"])
     ranges = meta["logprob_weight_versions"]
@@ -182,10 +184,13 @@ def versions_of(answer: dict[str, Any], num_prompt: int, bounds: Sequence[tuple[
 
 
 def compared(found: Answers, plain: Answers, *, has_masks: bool = True) -> Counts:
-    """Count the tokens of each part by how they compare with the plain run; ids must be the same."""
+    """Count the tokens of each part that equal, differ from, or are missing against the plain run.
+
+    Raises: AssertionError if the ids differ.
+    """
     counts: Counts = {part: Counter() for part in PARTS if part != "versions"}
     for one, other in zip(found, plain, strict=True):
-        assert one["output_ids"] == other["output_ids"], "an answer is another one"
+        assert one["output_ids"] == other["output_ids"], "ids differ"
         meta, wanted, num_outputs = one["meta_info"], other["meta_info"], len(other["output_ids"])
         are_equal = (one["routing"].gates == other["routing"].gates).all(axis=(1, 2))
         is_missing = np.isnan(one["routing"].gates).any(axis=(1, 2))
@@ -210,7 +215,7 @@ def compared(found: Answers, plain: Answers, *, has_masks: bool = True) -> Count
 
 
 def run_path(path: str, model: Path, *, asked: Asked, plain: Answers) -> Counts:
-    """Run the prompts on a path, check that the path was taken, and compare."""
+    """Run the prompts on a path, check that the path was taken, and compare with the plain run."""
     settings = {"preempted": FEW_PAGES, "drafts": DRAFTING}.get(path, {})
     with served(model, **settings) as (engine, url):
         if path == "updated":
@@ -239,7 +244,7 @@ PATHS = ("stream", "several choices", "preempted", "cached", "drafts", "updated"
 
 
 def compare_paths(model: Path, *, samples: int, paths: Sequence[str] = PATHS) -> Iterator[tuple[str, Counts]]:
-    """Yield each path with its counts, `samples` choices on each."""
+    """Yield each path with its counts, of `samples` choices."""
     asked = {1: Asked(prompts_of(samples)), CHOICES: Asked(prompts_of(samples // CHOICES), CHOICES)}
     choices_of = {path: CHOICES if path == "several choices" else 1 for path in paths}
     with served(model, **PLAIN) as (_, url):
@@ -249,7 +254,7 @@ def compare_paths(model: Path, *, samples: int, paths: Sequence[str] = PATHS) ->
 
 
 def main() -> None:
-    """Print the counts by path and in all; exit with an error if any value differs."""
+    """Print the counts by path and in total; exit with an error if any value differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=420)
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)

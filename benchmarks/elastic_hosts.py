@@ -95,7 +95,7 @@ def balanced(engine: ReplicaEngine, watch: PlanWatch) -> list[list[Answer | str]
 
 
 def least_slots(before: ExpertPlacement, after: ExpertPlacement, *, stay: list[int]) -> int:
-    """Slots of `after` whose experts no host had which stays: those ranks of `before`, each as one rank of `after`."""
+    """Return the least number of slots of `after` to fill: ranks of `before` that stay become ranks of `after`."""
     had, wanted = (each.expert_of_slot.reshape(each.num_layers, each.ep_size, -1) for each in (before, after))
     is_there = (wanted[:, :, None, :, None] == had[:, None, stay, None, :]).any(axis=-1)
     kept = is_there.sum(axis=(0, 3))
@@ -105,7 +105,7 @@ def least_slots(before: ExpertPlacement, after: ExpertPlacement, *, stay: list[i
 def moved(
     engine: ReplicaEngine, watch: PlanWatch, before: ExpertPlacement, *, stay: list[int], slot_bytes: int
 ) -> dict[str, int]:
-    """Bytes of experts that moved until the plan was followed, and the least for where they lie now."""
+    """Return bytes of experts that moved until the plan was followed, and the least for where they lie now."""
     after = engine.loop.eplb.migration.placement
     slots = after.expert_of_slot.size + watch.moved_slots
     least = least_slots(before, after, stay=stay)
@@ -116,7 +116,7 @@ def moved(
 
 
 def slot_bytes_of(path: Path, *, itemsize: int) -> int:
-    """Bytes of an expert of one layer."""
+    """Return bytes of an expert of one layer."""
     tensors = open_checkpoint(path).tensors
     return itemsize * sum(math.prod(each.shape) for name, each in tensors.items() if ".layers.0.mlp.experts.0." in name)
 
@@ -187,7 +187,7 @@ def main() -> None:
 
 
 def table_of(rows: list[dict[str, Any]], *, after_s: float) -> str:
-    """The changes as Markdown."""
+    """Return the changes as Markdown."""
     headings = ["change", "pause, s", "of it compiling, s", "requests", "lost", "tokens", "rows", "log-prob gap"]
     lines = [
         [

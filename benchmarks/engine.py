@@ -76,7 +76,7 @@ def compare(
 
 
 def run_side(side: str, engine: Engine, *, workload: str, repeat: int) -> tuple[Run, list[list[int]]]:
-    """One run of a side; repeat -1 is the warm-up."""
+    """Run a side once; repeat -1 is the warm-up."""
     chosen = repeat + OTHER_PROMPTS if SIDES[side].has_own_prompts else repeat
     prompts = prompts_of(workload, chosen, vocab_size=engine.card.vocab_size)
     wants_routing = SIDES[side].return_routed_experts
@@ -86,7 +86,7 @@ def run_side(side: str, engine: Engine, *, workload: str, repeat: int) -> tuple[
 
 
 def watch_side(side: str, engine: Engine, *, workload: str, repeat: int) -> Run:
-    """One watched run: the seconds from its first step's start to its last one's end, and the share spent waiting."""
+    """Watch a run; return the seconds from its first step's start to its last one's end, and the waiting share."""
     with StepWatch(engine.runner.programs) as watch:
         run_side(side, engine, workload=workload, repeat=repeat + 2 * OTHER_PROMPTS)
     seconds, waited_s = watch.spans[-1].ready - watch.spans[0].started, waited_seconds(watch.spans)
@@ -107,7 +107,7 @@ def check_same(ids: dict[str, list[list[int]]]) -> None:
 
 
 def program_facts(engine: Engine) -> dict[str, int]:
-    """What the largest compiled step brings out, and how often an array of all routing ids occurs in its text."""
+    """Return the outputs of the largest compiled step, and the number of arrays of all routing ids in its text."""
     shape, step = max(engine.runner.programs.steps.items(), key=lambda item: item[0].num_tokens)
     text = step.as_text()
     return {

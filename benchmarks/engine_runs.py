@@ -68,13 +68,13 @@ def check_routing(num_ids: int, expected: int) -> None:
 
 
 def in_turn(names: list[str], turn: int) -> list[str]:
-    """The same names with another one first each turn, so that none always follows the same neighbour at rest."""
+    """Return the names with another first one in each turn, so that no side always runs first."""
     first = turn % len(names)
     return names[first:] + names[:first]
 
 
 class StepStarts:
-    """When each step of an engine began, by the clock of the caller."""
+    """Start times of an engine's steps, by `time.perf_counter`."""
 
     def __init__(self, engine: Engine) -> None:
         self.at: list[float] = []
@@ -82,7 +82,7 @@ class StepStarts:
         engine.runner.execute = self._note  # ty: ignore[invalid-assignment]
 
     def gaps(self, start: float, stop: float) -> list[float]:
-        """Seconds from each step that began between two times to the next one."""
+        """Return the seconds between starts of adjacent steps that both began between two times."""
         within = [at for at in self.at if start <= at <= stop]
         return np.diff(within).tolist()
 

@@ -23,7 +23,7 @@ NUM_SHOWN = 3
 
 
 def step_estimate(cases: Mapping[str, Any]) -> str:
-    """A row per step, then the ops that cost most in a layer of each."""
+    """Render a row per step, then the ops that cost most in a layer of each."""
     rows = [[case, found["compiled_layers"], *_step(found)] for case, found in cases.items()]
     heading = [
         "step",

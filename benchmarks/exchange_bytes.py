@@ -70,7 +70,7 @@ class Tap:
         return original(operand, output, slices, **options)
 
     def _collective(self, original: Any, kind: str, operand: jax.Array, *args: Any, **options: Any) -> jax.Array:
-        """Each device sends its operand to all others, or, where results are summed, their parts of it."""
+        """Count the bytes of a collective: each device sends its operand, or its parts of a sum, to all others."""
         share = self._num_devices - 1 if kind == "gathered" else (self._num_devices - 1) / self._num_devices
         num_bytes = int(operand.size * operand.dtype.itemsize * share)
         jax.debug.callback(lambda _: self._note(kind, num_bytes), jnp.zeros((), jnp.int32))

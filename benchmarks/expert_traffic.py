@@ -52,7 +52,7 @@ TIMED_REPEATS = 3
 
 
 def topic_rows(num_tokens: int, *, layers: int, topics: int, spread: float, seed: int) -> np.ndarray:
-    """Rows of random linear routers for hidden states around one of `topics` centres: uint8 [tokens, layers, k].
+    """Return rows of random linear routers for hidden states around one of `topics` centres: uint8 [tokens, layers, k].
 
     A `spread` of 1 is as wide as the centres are apart; without topics the states are normal and the router is skewed.
     """
@@ -72,7 +72,7 @@ def topic_rows(num_tokens: int, *, layers: int, topics: int, spread: float, seed
 
 
 def calculator_rows(num_tokens: int) -> tuple[np.ndarray, int]:
-    """Rows of the trained calculator on held-out problems of all tasks, in random order, and its number of experts."""
+    """Return rows of the trained calculator on held-out problems in random order, and its number of experts."""
     prompts = [problem.prompt for problems in PROBLEMS.values() for problem in problems]
     order = np.random.default_rng(0).permutation(len(prompts))
     with Engine(TRAINED_PREFIX + "calculator", enable_return_routed_experts=True, **ENGINE) as engine:
@@ -173,7 +173,7 @@ def _static(ids: np.ndarray, sources: np.ndarray, *, counts: np.ndarray, ranks_o
 
 
 def timed() -> dict[str, Any]:
-    """Seconds of a plan from rows for a large model, all layers."""
+    """Return seconds of a plan from rows for a large model, all layers."""
     layers, experts, ranks, redundant = TIMED
     rows = topic_rows(2048, layers=layers, topics=16, spread=0.7, seed=9)
     found = []

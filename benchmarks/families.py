@@ -49,7 +49,7 @@ class Family:
         return f"{self.model}@{self.topology}" + (f", tp {self.tensor}" if self.tensor > 1 else "")
 
     def options(self) -> list[str]:
-        """The options of `compile-check`."""
+        """Return the options of `compile-check`."""
         served = ["--model", self.model, "--topology", self.topology, "--tp", str(self.tensor)]
         sizes = ["--batch", str(SEQUENCES), "--context", str(self.context), "--expert-dtype", self.expert_dtype]
         return [*served, *sizes, "--programs", f"decode_{SEQUENCES}", "--estimate", "--json"]
@@ -113,7 +113,7 @@ def run(case: Family) -> dict[str, Any]:
 
 
 def sizes(cases: Mapping[str, Family]) -> str:
-    """A row per model, without compiling it; GB are 1e9 bytes of one device."""
+    """Render a row per model, without compiling it; GB are 1e9 bytes of one device."""
     set_environment_defaults(COMPILER_ENVIRONMENT)
     use_host_alone()
     rows = []
@@ -134,14 +134,14 @@ def sizes(cases: Mapping[str, Family]) -> str:
 
 
 def faults_of(found: Mapping[str, Any]) -> list[str]:
-    """What a case does that it should not."""
+    """Return the faults of a case."""
     memory = found["memory"] or {}
     over = memory.get("temporaries", 0) > MOST_TEMPORARIES
     return [*found["faults"], *([f"{memory['temporaries'] / 1e9:.2f} GB of temporaries"] if over else [])]
 
 
 def families(cases: Mapping[str, Any]) -> str:
-    """A row per model; GB are 1e9 bytes of one device."""
+    """Render a row per model; GB are 1e9 bytes of one device."""
     heading = ["model and slice", "split", "experts", "weights, GB", "KV, GB", "peak, GB", "limit, GB"]
     heading += ["temporaries, GB", "weights or KV copied, bytes", "XLA's exchanges, MB a step", "kernels"]
     heading += ["cache of a token, bytes", "of 8 KV heads of 128", "step calibrated, ms", "share of the bound"]

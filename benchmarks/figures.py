@@ -44,12 +44,12 @@ def rate(count: float, runs: Sequence[Run]) -> Spread:
 
 
 def speed_ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> Spread:
-    """How many times as fast ours were, run by run. Run i of one is the neighbour in time of run i of the other."""
+    """Return how many times as fast ours were, run by run; runs with the same index are neighbours in time."""
     return spread(their["seconds"] / our["seconds"] for our, their in zip(ours, theirs, strict=True))
 
 
 def paired_ratio(ours: Iterable[float], theirs: Iterable[float]) -> Spread:
-    """How many times theirs ours was, value by value; neighbours in time stand at the same place."""
+    """Return theirs over ours, value by value; neighbours in time stand at the same place."""
     return spread(our / their for our, their in zip(ours, theirs, strict=True))
 
 
@@ -60,12 +60,12 @@ def milliseconds_per_step(runs: Sequence[Run], parts: Iterable[str]) -> Spread:
 
 
 def steps_per_second(runs: Sequence[Run]) -> Spread:
-    """Steps over the whole duration of a run."""
+    """Return steps over the whole duration of a run."""
     return spread(run["steps"] / run["seconds"] for run in runs)
 
 
 def step_parts(runs: Sequence[Run]) -> dict[str, tuple[float, float]]:
-    """Milliseconds per step and share of the run, medians over the runs, for every part of a step.
+    """Return milliseconds per step and share of the run, medians over the runs, for every part of a step.
 
     What the step clock does not see (text, queues, waking threads) is `outside`.
     """
@@ -81,7 +81,7 @@ def step_parts(runs: Sequence[Run]) -> dict[str, tuple[float, float]]:
 
 
 def load_before(result: Any) -> float:
-    """The highest load average before the start that stands anywhere in a result; 0 where none does."""
+    """Return the highest load average before the start in a result; 0 without one."""
     return max(_loads_before(result), default=0.0)
 
 

@@ -39,7 +39,7 @@ TTFT_S, TPOT_S = 2.0, 0.2
 
 
 def conversations(seed: int) -> list[Conversation]:
-    """Conversations that share nothing with each other, nor with those of another seed."""
+    """Return conversations that share nothing with each other, nor with those of another seed."""
     draw = np.random.default_rng(seed)
 
     def turn() -> Turn:
@@ -49,7 +49,7 @@ def conversations(seed: int) -> list[Conversation]:
 
 
 def settings(size: str, *, side: str, num_replicas: int, num_pages: int) -> dict[str, Any]:
-    """Of one side, whose replicas have `num_pages` together."""
+    """Return the settings of a side, whose replicas have `num_pages` together."""
     number = 1 if side == ONE else num_replicas
     return {
         "model_path": str(checkpoint_of(size)),
@@ -80,7 +80,7 @@ def environment_for(side: str, num_replicas: int) -> Iterator[None]:
 
 
 def measure(size: str, *, side: str, num_replicas: int, num_pages: int, repeats: int) -> list[dict[str, float]]:
-    """Figures of every repeat, after an uncounted one."""
+    """Return figures of every repeat, after an uncounted one."""
     how = {"vocab_size": PRESETS[size].vocab_size, "num_replicas": 1 if side == ONE else num_replicas}
     found = []
     asked = settings(size, side=side, num_replicas=num_replicas, num_pages=num_pages)

@@ -47,7 +47,7 @@ PARTS = {
 
 
 def settings(num_replicas: int, *, max_tokens: int) -> dict[str, Any]:
-    """Of the served fleet: the embedded model, and few places."""
+    """Return the settings of the served fleet: the embedded model, and few rows."""
     return {
         "model_path": "trained:calculator",
         "num_replicas": num_replicas,
@@ -73,7 +73,7 @@ class Watched:
 
 
 def resident_bytes(serve: ServeProcess) -> dict[str, int]:
-    """Resident bytes of the largest process of each part."""
+    """Return resident bytes of the largest process of each part."""
     return {part: max(map(_resident, serve.pids_of(title)), default=0) for part, title in PARTS.items()}
 
 
@@ -86,7 +86,7 @@ def _resident(pid: int) -> int:
 
 
 async def closed_loop(port: int, *, num_clients: int, max_tokens: int, seconds: float) -> float:
-    """Answers a second that so many clients get, each of which asks again at once; after `WARM_S` that do not count."""
+    """Return the answers per second of clients that ask again at once; the first `WARM_S` do not count."""
     over, seen, numbers = time.monotonic() + WARM_S + seconds, list[Seen](), count(-1, -1)
 
     async def ask() -> None:
@@ -105,7 +105,7 @@ async def answer(port: int, number: int, *, max_tokens: int) -> Seen:
 
 
 def rate_of(seen: list[Seen], since: float, until: float) -> float:
-    """Whole answers a second that came within a time."""
+    """Return whole answers a second that came within a time."""
     return sum(one.is_served and since <= one.ended_at < until for one in seen) / (until - since)
 
 
@@ -144,7 +144,7 @@ async def open_loop(serve: ServeProcess, *, rate: float, max_tokens: int, second
 
 
 def figures(watched: Watched, *, seconds: float, over: float, peaks: Sequence[float]) -> dict[str, Any]:
-    """What has become of requests, and memory by part: at the start and the end, and its slope in the second half.
+    """Return the outcomes of requests, and memory by part at the start and the end with its slope in the second half.
 
     Goodput, as the peaks, does not count the first `WARM_S`, nor answers that came after the arrivals' end.
     """

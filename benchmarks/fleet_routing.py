@@ -111,7 +111,7 @@ class Replica:
 
 
 def conversations(num_requests: int, *, rate: float, seed: int) -> Iterator[Turn]:
-    """Turns in order of time, of conversations that begin at `rate` / TURNS a second."""
+    """Return turns in order of time, of conversations that begin at `rate` / TURNS a second."""
     draw = np.random.default_rng(seed)
     system = draw.integers(0, 1 << 30, SYSTEM_TOKENS, dtype=np.int32)
     turns: list[Turn] = []
@@ -167,7 +167,7 @@ def run(policy: str, turns: list[Turn], *, num_replicas: int, total_pages: int, 
 
 
 def measure(num_requests: int) -> dict[str, Any]:
-    """All policies over all fleets, each with the same turns for each policy."""
+    """Measure all policies on all fleets; every policy gets the same turns."""
     rows = []
     for num_replicas in FLEETS:
         per_turn = (TURNS + 1) / 2 * NEW_TOKENS[0] * np.exp(NEW_TOKENS[1] ** 2 / 2)

@@ -34,7 +34,7 @@ LIMITS = StepLimits(num_rows=32, step_tokens=1024, chunk_tokens=1024, page_size=
 
 
 def workload(arguments: argparse.Namespace, *, rate: float, num_replicas: int) -> Iterable[Conversation]:
-    """Conversations at `rate` requests per second and replica; a trace is played at as many times its own pace."""
+    """Return conversations at `rate` requests per second and replica; a trace is played as many times as fast."""
     if arguments.trace:
         return traced(arguments.trace, longest=LIMITS.max_tokens - 1, speed=rate * num_replicas)
     count = math.ceil(arguments.seconds * rate * num_replicas)
@@ -52,7 +52,7 @@ def replica_of(arguments: argparse.Namespace) -> tuple[StepTimes, StepLimits]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every policy at every number of replicas and rate, all with the same conversations."""
+    """Simulate every policy at every number of replicas and rate, all with the same conversations."""
     times, limits = replica_of(arguments)
     rows = []
     for num_replicas in arguments.replicas:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def merged(known: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of both, the new ones where both have one; only the new ones where something else was simulated."""
+    """Return the rows of both results, replaced by new ones; only the new rows if something else was simulated."""
     if {**known, "rows": ()} != {**new, "rows": ()}:
         return new["rows"]
     rows = {
@@ -86,7 +86,7 @@ def merged(known: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def options() -> argparse.ArgumentParser:
-    """Of the command."""
+    """Return the options of the command."""
 
     def numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]

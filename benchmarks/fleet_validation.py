@@ -38,7 +38,7 @@ _REPLICA = re.compile(r"^ +server \S+ \S+:(\d+) check observe ", re.MULTILINE)
 
 
 def settings(size: str, num_replicas: int) -> dict[str, Any]:
-    """Of the served fleet: those of `LIMITS`."""
+    """Return the settings of the served fleet, from `LIMITS`."""
     return {
         "model_path": str(checkpoint_of(size)),
         "num_replicas": num_replicas,
@@ -52,7 +52,7 @@ def settings(size: str, num_replicas: int) -> dict[str, Any]:
 
 
 def replica_ports(server: ServeProcess) -> list[int]:
-    """Where the replicas listen, by the configuration of the HAProxy that runs."""
+    """Return the ports of the replicas by the configuration of the running HAProxy."""
     for pid in server.pids_of("haproxy"):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         text = Path(os.fsdecode(words[words.index(b"-f") + 1])).read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def _allow(pid: int, cores: Sequence[int]) -> None:
 
 
 def rate_for(times: MeasuredSteps, load: float, num_replicas: int) -> float:
-    """Requests per second at which replicas are busy for about this share of the time, were each request alone."""
+    """Return the requests per second that keep replicas busy for this share of the time, were each request alone."""
     mean = sum(turn.num_tokens for one in drawn(SHAPE, rate=1.0, num_requests=500, seed=9) for turn in one.turns) / 500
     alone = mean * times.prompt_s + SHAPE.answer[0] * (times.step_s + 4 * times.row_s) / 4
     return num_replicas * load / alone

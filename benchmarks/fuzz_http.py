@@ -65,7 +65,7 @@ RAW = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 2000, b'{"a":' * 2
 
 
 def draw(generator: random.Random) -> tuple[str, bytes]:
-    """A path, and a body for it."""
+    """Draw a path, and a body for it."""
     key = generator.choice(list(GOOD))
     path = generator.choice(PLACES[key][0])
     if generator.random() < 0.05:
@@ -116,7 +116,7 @@ async def run(engine: Engine, count: int, *, seed: int, tasks: int) -> collectio
 
 
 def resident_bytes() -> int:
-    """What this process has in memory."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -24,7 +24,7 @@ UNCOUNTED = 3
 
 
 def parts_of(run: Path) -> dict[str, float]:
-    """Medians over the steps of a run: seconds of the whole step, of sampling, training and pushing; and its batch."""
+    """Return medians over the steps of a run: seconds of the step, of sampling, training and pushing; and its batch."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows[1 + UNCOUNTED :] if "probe" not in row]
     each = {name: [row["seconds"][name] for row in steps] for name in ("whole", "sample", "push")}

@@ -59,7 +59,7 @@ class Held(NamedTuple):
 
 
 def open_files(pids: Iterable[int], name: str) -> dict[tuple[int, int], int]:
-    """Bytes in memory of the files that processes have open whose path begins so, each once, by device and inode."""
+    """Return bytes in memory of open files with this prefix, each once, by device and inode."""
     found = {}
     for pid in pids:
         for link in _links(pid):
@@ -80,12 +80,12 @@ def _links(pid: int) -> list[Path]:
 
 
 def sealed_shares(pids: Iterable[int]) -> dict[tuple[int, int], int]:
-    """Bytes of every share of weights that processes have open, each once."""
+    """Return bytes of every share of weights that processes have open, each once."""
     return open_files(pids, "/memfd:weights")
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is no file's; 0 where it has ended."""
+    """Return memory of a process that is no file's; 0 where it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -94,7 +94,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def held_now(*, base: float) -> Held:
-    """What the processes that this one has started hold, of every worker's memory what is beyond `base` bytes."""
+    """Return the bytes of the processes that this one started; of a worker's memory, the part beyond `base` bytes."""
     workers, keepers, raylets = (pids_under(os.getpid(), title) for title in (WORKER, KEEPER, RAYLET))
     private = sum(max(0.0, anonymous_bytes(pid) - base) for pid in workers)
     objects = sum(open_files(raylets, "/dev/shm/plasma").values())
@@ -108,7 +108,7 @@ class Watch:
         self._base, self._share = base, share
 
     def around(self, do: Callable[[], object]) -> dict[str, Any]:
-        """Each number in units of the share; `together` is the most of all three at once."""
+        """Return each number in units of the share; `together` is the most of all three at once."""
         before, seen, is_over = held_now(base=self._base), [], threading.Event()
 
         def sample() -> None:
@@ -131,7 +131,7 @@ class Watch:
 
 
 def started(path: Path, programs: str, **settings: Any) -> ReplicaEngine:
-    """A replica of one host."""
+    """Return a replica of one host."""
     chosen = {"model_path": str(path), "compile_cache": programs, **SETTINGS, **settings}
     return start_replica_engine(settings_from(chosen))
 
@@ -157,7 +157,7 @@ def read_weights(engine: ReplicaEngine, path: Path) -> None:
 
 
 def base_bytes(programs: str) -> float:
-    """Anonymous memory of a worker without its weights: of the smallest model, programs found on disk."""
+    """Return anonymous memory of a worker without its weights: of the smallest model, programs found on disk."""
     path = checkpoint_of("tiny")
     started(path, programs).shutdown()
     engine = started(path, programs)
@@ -170,7 +170,7 @@ def base_bytes(programs: str) -> float:
 
 
 def measure(paths: tuple[Path, Path], watch: Watch, programs: str) -> dict[str, dict[str, Any]]:
-    """All moments by name, with sent weights kept and not."""
+    """Measure all moments by name, with sent weights kept and not."""
     first, other = paths
     started(first, programs).shutdown()
     rows: dict[str, dict[str, Any]] = {}
@@ -222,7 +222,7 @@ def main() -> None:
 
 
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
-    """The moments as Markdown: three numbers are before, the most, after."""
+    """Return the moments as Markdown: three numbers are before, the most, after."""
     headings = ["copies of the share", *Held._fields, "together, the most"]
     times = ("before", "most", "after")
     lines = [

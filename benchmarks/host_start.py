@@ -42,7 +42,7 @@ class NotedClock(PhaseClock):
 
 
 def start_once(settings: dict[str, Any], programs: Path) -> tuple[Seconds, int, int]:
-    """Seconds by phase of one start, how many programs a host has, and how many it found."""
+    """Return seconds by phase of one start, how many programs a host has, and how many it found."""
     NotedClock.begun.clear()
     begun = time.monotonic()
     engine = start_replica_engine(settings_from({**settings, "compile_cache": str(programs)}))
@@ -53,7 +53,7 @@ def start_once(settings: dict[str, Any], programs: Path) -> tuple[Seconds, int, 
 
 
 def measure(settings: dict[str, Any], *, num_cold: int, num_warm: int) -> dict[str, list[Seconds]]:
-    """Cold starts, then warm ones. RuntimeError where one finds other programs than it should."""
+    """Measure cold starts, then warm ones. RuntimeError if a start finds other programs than it should."""
     runs: dict[str, list[Seconds]] = {"cold": [], "programs on disk": []}
     for number in range(num_cold):
         with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def table_of(runs: dict[str, list[Seconds]]) -> str:
-    """Medians and the range of all starts, as Markdown."""
+    """Render medians and the range of all starts, as Markdown."""
     phases = list(next(iter(runs.values()))[0])
     lines = []
     for name, starts in runs.items():

@@ -37,7 +37,7 @@ MAX_TOKENS, WARM_EVENTS = 64, 10
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """Lists within lists."""
+    """Return lists within lists."""
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
@@ -45,7 +45,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def with_optional(count: int) -> dict[str, Any]:
-    """An object of which any property may be left out."""
+    """Return an object of which any property may be left out."""
     return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
 
 
@@ -67,7 +67,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 async def run(engine: Engine, *, repeats: int) -> dict[str, Any]:
-    """Every schema so many times, by turns."""
+    """Run every schema several times, by turns."""
     app = create_api(ApiState(engine.loop, engine.tokenizer, ServerSettings()))
     freeze_what_stays()  # as a replica does: a full collection holds all threads for 0.2 s
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -97,12 +97,12 @@ def _outcome(answer: httpx.Response) -> str:
 
 
 async def _gap(engine: Engine, meanwhile: Any) -> tuple[float, Any]:
-    """The longest gap between events of a stream while something else is waited for, in ms; and what came of that."""
+    """Return the longest gap in ms between events of a stream during another request, and that request's outcome."""
     arrivals: list[float] = []
     is_running = asyncio.Event()
 
     async def read() -> None:
-        """One stream after the other."""
+        """Read one stream after the other."""
         sampling = SamplingParams(max_new_tokens=MAX_MODEL_LEN - 8, ignore_eos=True, seed=0)
         while True:
             request = GenerationRequest(uuid.uuid4().hex, np.asarray([5, 6], np.int32), sampling)

@@ -75,7 +75,7 @@ def run_http(serve: ServeProcess, clients: StreamClients, *, workload: Workload,
 
 
 async def run_streams(engine: Engine, workload: Workload, *, prompts: list[list[int]]) -> dict[str, Any]:
-    """The same streams without HTTP: text in this process's event loop, counted as the clients count."""
+    """Run the streams without HTTP: text in this process's event loop, counted as the clients count."""
     sampling = SamplingParams(max_new_tokens=workload.num_new_tokens, temperature=0.0, ignore_eos=True)
     requests = [GenerationRequest(uuid.uuid4().hex, np.asarray(ids, np.int32), sampling) for ids in prompts]
     started, cpu_before = time.perf_counter(), time.process_time()
@@ -91,7 +91,7 @@ async def run_streams(engine: Engine, workload: Workload, *, prompts: list[list[
 
 
 async def _read(stream: GenerationStream) -> tuple[float, int]:
-    """When the first delta came, and the tokens of all."""
+    """Return the time of the first delta, and the tokens of all."""
     first_at, num_tokens = 0.0, 0
     async for delta in stream:
         first_at = first_at or time.perf_counter()
@@ -102,7 +102,7 @@ async def _read(stream: GenerationStream) -> tuple[float, int]:
 def measure(
     name: str, engine: Engine, *, serve: ServeProcess, clients: StreamClients, repeats: int
 ) -> dict[str, list[dict]]:
-    """Both sides in turn, `repeats` times, after an uncounted turn."""
+    """Measure both sides in turn, `repeats` times, after an uncounted turn."""
     workload = WORKLOADS[name]
     runs: dict[str, list[dict]] = {"engine": [], "http": []}
     for repeat in range(-1, repeats):

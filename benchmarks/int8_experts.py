@@ -47,7 +47,7 @@ Outputs = tuple[np.ndarray, np.ndarray, bool]
 
 
 def problems_of(num_problems: int) -> list[Sequence]:
-    """Problems of each task with their answers, at most so many."""
+    """Return at most a number of problems of each task, with their answers."""
     tokenizer, found = Tokenizer(CALCULATOR), []
     for problem in (each for task in TASKS for each in held_out_problems(task, limit=num_problems)):
         ids = tokenizer.encode(problem.prompt + problem.answers[0])
@@ -56,7 +56,7 @@ def problems_of(num_problems: int) -> list[Sequence]:
 
 
 def outputs_of(path: Path, sequences: list[Sequence], settings: dict[str, str]) -> Iterator[Outputs]:
-    """Of each sequence: log-probs [T, V], sets of experts [M, T, K], and whether its answer is what is likeliest."""
+    """Return for each sequence log-probs [T, V], sets of experts [M, T, K], and if its answer is the likeliest."""
     runner = new_runner(path, cpu_kernels="off", num_pages=16, **settings)
     runner.load()
     compute = prompt_outputs_of(runner, longest=max(len(ids) for ids, _ in sequences))
@@ -67,7 +67,7 @@ def outputs_of(path: Path, sequences: list[Sequence], settings: dict[str, str]) 
 
 
 def measure(path: Path, sequences: list[Sequence]) -> dict[str, dict[str, float]]:
-    """By way: mean and largest KL from bfloat16 in nats, shares of other likeliest tokens and sets, right answers."""
+    """Return by way: mean and largest KL from bfloat16 in nats, shares of other top tokens and sets, right answers."""
     exact, found = list(outputs_of(path, sequences, BFLOAT16)), {}
     found["bfloat16"] = _next_to(exact, iter(exact))
     for name, (settings, stored) in WAYS.items():

@@ -37,7 +37,7 @@ PROMPT_TOKENS = 64
 
 @contextmanager
 def journal_process() -> Iterator[JournalClient]:
-    """A journal in a process of its own, and a replica's connection to it."""
+    """Yield a journal in a process of its own, and a replica's connection to it."""
     port, key = free_port(), secrets.token_hex(16)
     environment = {**inherited_environment(), "RAYSERVE_MOE_JOURNAL_KEY": key}
     command = [sys.executable, "-m", "rayserve_moe.fleet.journal", f"--port={port}"]
@@ -51,7 +51,7 @@ def journal_process() -> Iterator[JournalClient]:
 
 
 def measure(engine: Engine, journal: JournalClient, *, streams: int, tokens: int, pairs: int) -> dict[str, Any]:
-    """Tokens per second of both sides, in pairs whose order alternates, after an uncounted pair; bytes a token."""
+    """Return tokens per second of both sides, in pairs of alternating order after an uncounted one; bytes per token."""
     rates: dict[str, list[float]] = {"off": [], "on": []}
     kept_bytes: list[float] = []
     state = ApiState(engine.loop, engine.tokenizer, journal=journal)

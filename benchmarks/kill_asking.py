@@ -38,7 +38,7 @@ class Asked:
 
     @property
     def all_decode(self) -> bool:
-        """Whether every stream has got something."""
+        """Return True if every stream has got something."""
         return len(self.first_at) == NUM_STREAMS
 
     @property
@@ -52,7 +52,7 @@ class Asked:
         return sum(choice.get("finish_reason") is not None for choice in self.choices.values())
 
     def body(self, number: int) -> dict[str, Any]:
-        """A sampled completion with rows; the first ones are streams."""
+        """Return a sampled completion with rows; the first ones are streams."""
         return {
             "prompt": f"{number}+45=" * self.prompt_repeats,
             "max_tokens": self.max_tokens,
@@ -100,12 +100,12 @@ async def _events(answer: httpx.Response) -> AsyncIterator[str]:
 
 
 async def _whole(answer: httpx.Response) -> AsyncIterator[str]:
-    """JSON that is no event may have characters in its text at which `aiter_lines` would cut it."""
+    """Yield a whole answer; `aiter_lines` would cut JSON at some characters of its text."""
     yield (await answer.aread()).decode()
 
 
 async def answers(port: int, asked: Asked, *, fault: Fault | None = None) -> tuple[list[Answer | str], float]:
-    """All answers, the error where there is none, and the longest time in which no stream got anything."""
+    """Return all answers, the error where there is none, and the longest time in which no stream got anything."""
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=LIMIT_S) as client:
         waiting = [asyncio.create_task(ask(client, number, asked)) for number in range(NUM_STREAMS + NUM_PLAIN)]
         if fault is not None:
@@ -116,7 +116,7 @@ async def answers(port: int, asked: Asked, *, fault: Fault | None = None) -> tup
 
 
 def differing(found: list[Answer | str], expected: list[Answer | str]) -> dict[str, int | float]:
-    """How many requests were lost, of the others in how many tokens, log-probs or rows differ, and by how much
+    """Return how many requests were lost, in how many others tokens, log-probs or rows differ, and by how much
     log-probs do where tokens are the same.
     """
     pairs = [(ours, theirs) for ours, theirs in zip(found, expected, strict=True) if not isinstance(ours, str)]

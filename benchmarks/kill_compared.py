@@ -19,8 +19,10 @@ class Undisturbed(NamedTuple):
 
 
 def compared(found: list[Answer | str], asked: Asked, expected: dict[str, Undisturbed]) -> dict[str, float]:
-    """What differs from the undisturbed runs under each version: of all of an answer that has one version; of one that
-    crossed an update, up to there, and rows from other weights are only those that say that they are `recomputed`.
+    """Count the differences from the undisturbed runs under each version.
+
+    An answer with one version is compared whole, an answer that crossed an update up to there. Rows of other weights
+    must be marked `recomputed`.
     """
     counts: dict[str, float] = {"lost": 0, "tokens": 0, "logprobs": 0, "rows": 0, "logprob_gap": 0.0, "crossed": 0}
     for number, ours in enumerate(found):
@@ -44,7 +46,7 @@ def compared(found: list[Answer | str], asked: Asked, expected: dict[str, Undist
 
 
 def _crossed(number: int, ours: Asked, theirs: Asked, span: dict[str, Any]) -> dict[str, float]:
-    """What differs in a request whose outputs are of these weights until the end of this span."""
+    """Return what differs in a request whose outputs are of these weights until the end of this span."""
     end, version = span["end"], span["version"]
     (tokens, expected), (choice, wanted) = (
         [asked.tokens[number] for asked in (ours, theirs)],

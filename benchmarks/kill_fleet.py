@@ -67,7 +67,7 @@ NUM_SPARE = 1
 
 
 def body_of(number: int, *, run: int, max_tokens: int) -> dict[str, Any]:
-    """A sampled request with rows; the first ones are streams."""
+    """Return a sampled request with rows; the first ones are streams."""
     sampling = {"max_new_tokens": max_tokens, "temperature": 1, "ignore_eos": True, "sampling_seed": number}
     return {
         "text": f"{number}+45=",
@@ -82,7 +82,7 @@ def body_of(number: int, *, run: int, max_tokens: int) -> dict[str, Any]:
 def answers(
     client: ResumingClient, *, run: int, max_tokens: int, fault: Callable[[], object] = lambda: None, after_s: float = 0
 ) -> list[dict[str, Any] | str]:
-    """All answers, an error's name where there is none."""
+    """Return all answers, an error's name where there is none."""
 
     def ask(number: int) -> dict[str, Any] | str:
         try:
@@ -98,7 +98,7 @@ def answers(
 
 
 def differing(found: list[dict[str, Any] | str], expected: list[dict[str, Any] | str]) -> dict[str, int | float]:
-    """How many requests were lost; in how many others tokens, ends or rows differ; the largest gap of log-probs."""
+    """Return how many requests were lost, how many others differ in tokens, ends or rows, and the largest gap."""
     lost = [one for one in found if isinstance(one, str)]
     for one in lost:
         note(f"lost: {one[:300]}")
@@ -236,7 +236,7 @@ def repeat(serve: ServeProcess, name: str, *, repeats: int, max_tokens: int) -> 
 
 
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
-    """The repeats as Markdown."""
+    """Return the repeats as Markdown."""
     headings = ["killed", "times", "requests", "cut off", "lost", "other tokens", "other rows", "largest log-prob gap"]
     headings += ["unanswered p50, s", "worst, s", "whole again p50, s", "worst, s"]
     said = (

@@ -67,7 +67,7 @@ class Delivery:
         self._client = httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=LIMIT_S)
 
     def at(self, moment: str) -> Fault:
-        """The fault that comes in a moment."""
+        """Return the fault that comes in a moment."""
         return getattr(self, f"_{moment}")
 
     async def _any(self, _: Asked) -> None:
@@ -121,20 +121,20 @@ class Delivery:
 
 
 async def _until(is_so: Callable[[], bool]) -> None:
-    """TimeoutError after LIMIT_S."""
+    """Wait for the condition. TimeoutError after LIMIT_S."""
     async with asyncio.timeout(LIMIT_S):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
 
 
 async def updated(client: httpx.AsyncClient, path: Path, version: str) -> bool:
-    """Whether all hosts took these weights; those that had served serve on otherwise."""
+    """Return True if all hosts took these weights; those that had served serve on otherwise."""
     body = {"model_path": str(path), "weight_version": version}
     return (await client.post("/update_weights_from_disk", json=body)).json().get("success", False)
 
 
 def other_weights(path: Path, directory: Path) -> Path:
-    """A copy of a checkpoint in which half of the values differ in the last bit that bf16 has."""
+    """Return a copy of a checkpoint in which half of the values differ in the last bit that bf16 has."""
     copy = directory / "other"
     shutil.copytree(path, copy)
     generator = np.random.default_rng(0)

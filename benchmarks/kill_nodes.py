@@ -52,7 +52,7 @@ def answers(
     after_s: float = 0.0,
     num_tokens: int = NUM_TOKENS,
 ) -> tuple[list[Answer | str], float]:
-    """Tokens, log-probs and rows of every request, or how else it ended; and the longest time without an update."""
+    """Return tokens, log-probs and rows of every request, or its error; and the longest time without an update."""
     count, arrivals, all_ended = NUM_STREAMS + NUM_PLAIN, [time.monotonic()], threading.Event()
     results = {f"r{number}": ChoiceResult() for number in range(count)}
 
@@ -84,7 +84,7 @@ def _said(result: ChoiceResult) -> Answer | str:
 
 
 def differing(found: list[Answer | str], expected: list[Answer | str]) -> dict[str, float]:
-    """How many requests were lost, in how many of the others tokens or rows differ, and the largest log-prob gap."""
+    """Return how many requests were lost, how many others differ in tokens or rows, and the largest log-prob gap."""
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if not isinstance(a, str) and not isinstance(b, str)]
     same = [(a[1], b[1]) for a, b in pairs if a[0] == b[0]]
     return {
@@ -96,7 +96,7 @@ def differing(found: list[Answer | str], expected: list[Answer | str]) -> dict[s
 
 
 def kill_raylet(cluster: Cluster, engine: ReplicaEngine) -> Callable[[], None]:
-    """Kills the raylet of a random host, and adds a node that may be the next spare one."""
+    """Kill the raylet of a random host, and add a node that may be the next spare one."""
     used = {each.node_id for each in ray.get([worker.process.remote() for worker in engine.executor.workers])}
     node = random.choice([each for each in cluster.worker_nodes if each.node_id in used])
 
@@ -107,7 +107,7 @@ def kill_raylet(cluster: Cluster, engine: ReplicaEngine) -> Callable[[], None]:
 
 
 def kill_keeper(_: Cluster, engine: ReplicaEngine) -> Callable[[], None]:
-    """Kills a random keeper, and when another has taken over a random worker."""
+    """Kill a random keeper, and when another has taken over a random worker."""
     sources = engine.executor.sources
     kept, victims = sources.serving.kept, ray.get([worker.process.remote() for worker in engine.executor.workers])
 
@@ -136,7 +136,7 @@ def send_weights(engine: ReplicaEngine, path: Path, *, update_id: str = "sent") 
 
 
 def repeat(cluster: Cluster, engine: ReplicaEngine, name: str, *, repeats: int) -> dict[str, Any]:
-    """Deliver a fault over and over; returns sums, the largest gap of log-probs and the outages."""
+    """Deliver a fault over and over; return sums, the largest gap of log-probs and the outages."""
     answers(engine)
     begun = time.monotonic()
     expected, _ = answers(engine)
@@ -197,7 +197,7 @@ def main() -> None:
 
 
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
-    """The repeats as Markdown."""
+    """Return the repeats as Markdown."""
     headings = ["fault", "repeats", "requests", "lost", "tokens", "rows", "outage p50, s", "worst, s", "log-prob gap"]
     columns = ("repeats", "requests", "lost", "tokens", "rows")
     lines = [

@@ -86,7 +86,7 @@ class Way:
         return time.monotonic() - begun
 
     def undisturbed(self) -> tuple[dict[str, Undisturbed], Timing]:
-        """Answers under every version, the first of which serves then, and the seconds of it all."""
+        """Return answers under every version, the first of which serves then, and the seconds of it all."""
         expected, update_s = {}, 0.0
         for version in [*self.checkpoints][::-1]:
             update_s = self.update(version) if version else update_s
@@ -99,7 +99,7 @@ class Way:
 
 
 def repeat(way: Way, victims: Victims, *, repeats: int) -> dict[str, Any]:
-    """Deliver the signal in the moment over and over; returns sums, the largest gap and the outages."""
+    """Deliver the signal in the moment over and over; return sums, the largest gap and the outages."""
     expected, timing = way.undisturbed()
     versions = [*way.checkpoints]
     sums, largest, gaps, number = dict.fromkeys(COUNTED, 0), 0.0, [], 0
@@ -125,7 +125,7 @@ def repeat(way: Way, victims: Victims, *, repeats: int) -> dict[str, Any]:
 
 
 def weight_version(port: int) -> str:
-    """What the weights are called that serve."""
+    """Return the version of the serving weights."""
     return httpx.get(f"http://{HOST}:{port}/get_weight_version", timeout=LIMIT_S).json()["weight_version"]
 
 
@@ -139,13 +139,13 @@ def wait_until_ready(port: int) -> None:
 
 
 def num_rebuilds(port: int) -> float:
-    """How often the workers of a server were replaced."""
+    """Return the number of times that the workers of a server were replaced."""
     lines = httpx.get(f"http://{HOST}:{port}/metrics", timeout=LIMIT_S).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("rayserve_moe_rebuilds_total"))
 
 
 def busiest(serve: ServeProcess, num_hosts: int) -> list[int]:
-    """Workers that serve: a standby has used less CPU time."""
+    """Return the workers that serve: a standby has used less CPU time."""
     pids = serve.pids_of(WORKER)
     return sorted(pids, key=_cpu_ticks)[-num_hosts:]
 
@@ -190,13 +190,13 @@ def main() -> None:
 
 
 def two_checkpoints(settings: dict[str, Any], folder: Path) -> dict[str, Path]:
-    """That of a server and another one like it, by the names of their weights."""
+    """Return the checkpoint of a server and another one like it, by the names of their weights."""
     path = resolve_model_path(settings["model_path"], cache_directory=default_cache_directory())
     return {"A": path, "B": other_weights(path, folder)}
 
 
 def saved_result(path: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a result file, and the load of the machine before each; empty where there is no such file."""
+    """Return the rows of a result file, and the load of the machine before each; empty where there is no such file."""
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     rows = saved.get("rows", {})
     return {
@@ -206,7 +206,7 @@ def saved_result(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
-    """The repeats as Markdown."""
+    """Return the repeats as Markdown."""
     headings = ["fault", "repeats", "requests", *(HEADINGS.get(name, name) for name in COUNTED)]
     lines = [
         [

@@ -111,7 +111,7 @@ def _is_over(asking: list[asyncio.Task[Seen]], clients: list[asyncio.Task[Seen]]
 
 
 def served_after(probes: Sequence[Seen], started_at: float) -> float | None:
-    """Seconds from the fault to the first answer after which no request failed; 0 where none did, None for never."""
+    """Return seconds from the fault to the first answer after the last failure; 0 without a failure, None for never."""
     failed = [probe.asked_at for probe in probes if not probe.is_served]
     if not failed:
         return 0.0
@@ -131,7 +131,7 @@ def _end(pid: int) -> None:
 
 
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
-    """The kill table as Markdown."""
+    """Render the kill table as Markdown."""
     headings = [
         "fault",
         "served after, s",

@@ -47,14 +47,14 @@ def started(out: Path, seed: int) -> subprocess.Popen[bytes]:
 
 
 def rows_of(out: Path) -> list[Row]:
-    """What a run has measured so far, a row per step."""
+    """Return the measurements of a run so far, a row per step."""
     with suppress(FileNotFoundError, json.JSONDecodeError):  # it is being written
         return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return []
 
 
 def wait_until_over(child: subprocess.Popen[bytes], out: Path) -> list[Row]:
-    """RuntimeError where the run fails."""
+    """Wait until the run is over. RuntimeError if it fails."""
     if child.wait(timeout=LIMIT_S):
         raise RuntimeError(f"the run failed: {(out / 'output').read_text(encoding='utf-8', errors='replace')[-3000:]}")
     return rows_of(out)
@@ -77,7 +77,7 @@ def disturbed(out: Path, seed: int) -> list[Row]:
 
 
 def wait_for_steps(child: subprocess.Popen[bytes], out: Path, number: int) -> None:
-    """RuntimeError where the run ends before."""
+    """Wait for steps of the run. RuntimeError if the run ends before."""
     deadline = time.monotonic() + LIMIT_S
     while len(rows_of(out)) <= number:
         if child.poll() is not None or time.monotonic() > deadline:
@@ -111,19 +111,19 @@ def _wait_until_gone(pids: list[int]) -> None:
 
 
 def different_steps(one: list[Row], other: list[Row]) -> int:
-    """How many steps of two runs differ, or are in one of them only; both begin with the policy before the first."""
+    """Return the number of steps that differ or are in one run only; both begin with the policy before the first."""
     curves = [[tuple(row[name] for name in COMPARED) for row in rows[1:]] for rows in (one, other)]
     differ = sum(mine != theirs for mine, theirs in zip(*curves, strict=False))
     return differ + abs(len(curves[0]) - len(curves[1]))
 
 
 def drift(one: list[Row], other: list[Row]) -> float:
-    """The greatest difference of the held-out probability at a step of both."""
+    """Return the greatest difference of the held-out probability at a step of both."""
     return max(abs(mine["held_out"] - others["held_out"]) for mine, others in zip(one, other, strict=False))
 
 
 def compare(directory: Path, seed: int) -> Row:
-    """The two runs of a seed."""
+    """Compare the two runs of a seed."""
     alone, out = directory / f"undisturbed-{seed}", directory / f"disturbed-{seed}"
     kept = directory / f"disturbed-{seed}.json"
     if not kept.exists():

@@ -79,7 +79,7 @@ def decode_together(loop: EngineLoop, num_sequences: int, *, num_new_tokens: int
 
 
 def measure(loop: EngineLoop, sequences: list[int], *, repeats: int, num_new_tokens: int) -> dict[str, list[Run]]:
-    """Every number of sequences in turn, `repeats` times, after an uncounted turn."""
+    """Measure every number of sequences in turn, `repeats` times, after an uncounted turn."""
     points: dict[str, list[Run]] = {str(n): [] for n in sequences}
     for repeat in range(-1, repeats):
         for n in in_turn(list(points), repeat + 1):

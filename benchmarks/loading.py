@@ -90,7 +90,7 @@ def _cut(spec: Any, num_slots: int) -> Any:
 
 @contextmanager
 def served(folder: Path, rate: float) -> Iterator[str]:
-    """A server of the folder in a process of its own; its URL."""
+    """Yield a server of the folder in a process of its own; its URL."""
     command = [sys.executable, "-m", "benchmarks.range_server", str(folder), "--rate", str(rate)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -101,7 +101,7 @@ def served(folder: Path, rate: float) -> Iterator[str]:
 
 
 def counts_of(url: str) -> dict[str, int]:
-    """What a server has sent."""
+    """Return the counts of sent bytes and reads of a server."""
     with urllib.request.urlopen(f"{url}/:counts") as answer:
         return json.load(answer)
 
@@ -146,7 +146,7 @@ def cut_off(folder: Path, rate: float, cache: Path) -> dict[str, Any]:
 
 
 def measure(folder: Path, *, rate: float, repeats: int) -> dict[str, Any]:
-    """All loads of a checkpoint."""
+    """Measure all loads of a checkpoint."""
     num_experts = json.loads((folder / "config.json").read_text())["num_experts"]
     half = num_experts // 2
     kept = Path(tempfile.mkdtemp(dir=folder.parent))

@@ -23,7 +23,7 @@ TITLES = {
 
 
 def loading(measured: Mapping[str, Any]) -> str:
-    """Loads by where the checkpoint lies: seconds, bytes over the network, reads at once, most memory."""
+    """Render loads by where the checkpoint lies: seconds, bytes over the network, reads at once, most memory."""
     rows = [
         [
             TITLES[name],

@@ -37,7 +37,7 @@ LIMIT_S = 300.0
 
 
 def replica(*, watches: bool) -> ReplicaEngine:
-    """A replica whose worker is watched and can be replaced, or neither."""
+    """Return a replica whose worker is watched and can be replaced, or neither."""
     own = {"standby_workers": True} if watches else {"max_rebuilds_in_10_minutes": 0}
     model_path = resolve_model_path(SETTINGS["model_path"], cache_directory=default_cache_directory())
     engine = start_replica_engine(settings_from({**SETTINGS, "model_path": str(model_path), "num_hosts": 1, **own}))
@@ -48,7 +48,7 @@ def replica(*, watches: bool) -> ReplicaEngine:
 
 
 def tokens_per_s(engine: ReplicaEngine, *, seed: int) -> float:
-    """Of a batch that streams all of its tokens."""
+    """Return the tokens per second of a batch that streams all of its tokens."""
     all_ended, num_open = threading.Event(), [NUM_STREAMS]
 
     def receive(updates: list[ChoiceResult]) -> None:
@@ -65,7 +65,7 @@ def tokens_per_s(engine: ReplicaEngine, *, seed: int) -> float:
 
 
 def interval_of_median(values: list[float], *, at_least: float = 0.95) -> tuple[float, float]:
-    """The narrowest pair of order statistics that holds the median with this probability, whatever is measured."""
+    """Return the narrowest pair of order statistics that holds the median with this probability."""
     ordered, count = sorted(values), len(values)
     outside, skipped = 2 * 0.5**count, 0
     while outside + 2 * math.comb(count, skipped + 1) * 0.5**count <= 1 - at_least:
@@ -75,7 +75,7 @@ def interval_of_median(values: list[float], *, at_least: float = 0.95) -> tuple[
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Medians of both, and of the ratios with over without, of `pairs` of tokens per second."""
+    """Return medians of both, and of the ratios with over without, of `pairs` of tokens per second."""
     ratios = [ours / theirs for ours, theirs in pairs]
     return {
         "pairs": len(pairs),
@@ -88,7 +88,7 @@ def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def measure(num_pairs: int) -> list[tuple[float, float]]:
-    """Tokens per second with and without, pair by pair."""
+    """Measure tokens per second with and without, pair by pair."""
     engines = {watches: replica(watches=watches) for watches in (True, False)}
     try:
         for engine in engines.values():
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def table_of(found: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     low, high = found["interval"]
     headings = ["pairs", "tokens/s with", "without", "ratio", "interval"]
     said = [str(found["pairs"]), f"{found['with']:.0f}", f"{found['without']:.0f}", f"{found['ratio']:.3f}"]

@@ -24,7 +24,7 @@ NUM_REDUNDANT = 32
 
 
 def narrow_engine(num_devices: int, *, rows_per_device: int, step_tokens: int, **settings: Any) -> Engine:
-    """An engine on emulated devices, each a data rank, with experts by exchange; who wants them moved, asks."""
+    """Yield an engine on emulated devices, each a data rank, with experts by exchange; moves are requested."""
     path = write_checkpoint(default_cache_directory() / "narrow", NARROW, dtype="float32")
     return Engine(
         str(path),
@@ -43,7 +43,7 @@ def narrow_engine(num_devices: int, *, rows_per_device: int, step_tokens: int, *
 
 
 def eplb_of(engine: Engine) -> EplbSteps:
-    """The engine's balancing, which is on."""
+    """Return the engine's balancing, which is on."""
     assert engine.loop.eplb is not None, "the engine was started with balancing"
     return engine.loop.eplb
 
@@ -56,7 +56,7 @@ def submit_all(loop: EngineLoop, prompts: Sequence[np.ndarray], *, num_new_token
 
 
 def num_ended(updates: Sequence[ChoiceResult]) -> int:
-    """How many choices ended with these updates; RuntimeError where one did but by its length or an abort."""
+    """Return how many choices ended with these updates; RuntimeError where one did but by its length or an abort."""
     ends = [update.finish for update in updates if update.finish is not None]
     if wrong := [end for end in ends if end.kind not in ("length", "abort")]:
         raise RuntimeError(f"a request ended: {wrong[0]}")

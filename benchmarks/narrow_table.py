@@ -11,7 +11,7 @@ TITLES = ("mean KL", "largest KL", "other top-1 tokens", "other sets of experts"
 
 
 def narrow_experts(measured: Mapping[str, Any]) -> str:
-    """A table for each model, with a row for each way; answers of random models are not right or wrong."""
+    """Render a table for each model, with a row for each way; answers of random models are not right or wrong."""
     return "\n\n".join(_table(model, found) for model, found in measured.items())
 
 

@@ -52,7 +52,7 @@ DRIFTS = {
 
 
 def shapes_of(models: list[str], *, layers: int) -> Iterator[Shape]:
-    """Every model with every number of ranks and redundant slots that fit together; 57 of them for the three models."""
+    """Return every model with every fitting number of ranks and redundant slots: 57 for the three models."""
     for model in models:
         num_layers, num_experts = map(int, model.split("x"))
         for ep_size in EP_SIZES:
@@ -72,12 +72,12 @@ def peaks(experts: np.ndarray, load: np.ndarray, shares: np.ndarray | None = Non
 
 
 def ranks_of(placement: ExpertPlacement) -> np.ndarray:
-    """What each rank holds: [layers, ranks, slots per rank]."""
+    """Return the experts of each rank: [layers, ranks, slots per rank]."""
     return placement.expert_of_slot.reshape(placement.num_layers, placement.ep_size, placement.slots_per_rank)
 
 
 def num_duplicates(experts: np.ndarray) -> int:
-    """Replicas that lie on a rank which has another of the same expert."""
+    """Return replicas that lie on a rank which has another of the same expert."""
     ordered = np.sort(experts, axis=2)
     return int(np.count_nonzero(ordered[..., 1:] == ordered[..., :-1]))
 
@@ -102,7 +102,7 @@ def judged(shape: Shape, skew: str, *, seed: int) -> dict[str, Any]:
 
 
 def quality(models: list[str], *, layers: int) -> dict[str, Any]:
-    """All cases, by skew, without redundant slots, and together; and what shares realise where R >= ranks < experts."""
+    """Return all cases by skew, without redundant slots, and together; and realised shares if R >= ranks < experts."""
     cases = []
     for number, shape in enumerate(shapes_of(models, layers=layers)):
         cases += [judged(shape, skew, seed=number) for skew in SKEWS]
@@ -124,7 +124,7 @@ def quality(models: list[str], *, layers: int) -> dict[str, Any]:
 
 
 def readme_example() -> dict[str, float]:
-    """Greatest rank load over the mean one, mean of the two layers, with equal shares and with the planned ones."""
+    """Return the greatest over the mean rank load, the mean of two layers, with equal and with planned shares."""
     placement = plan(README_LOAD, ep_size=8, num_redundant=4)
     mean = README_LOAD.sum(axis=1) / 8
     greedy = greedy_experts(README_LOAD, ep_size=8, num_redundant=4)
@@ -159,7 +159,7 @@ def followed(shape: Shape, *, windows: int) -> dict[str, Any]:
 
 
 def timed(shape: Shape, *, repeats: int) -> dict[str, Any]:
-    """Milliseconds of one call for all layers, of the fast pass and of the whole search, and what the pass leaves."""
+    """Return milliseconds of one call for all layers, of the fast pass and of the search, and what the pass leaves."""
     load = skewed("lognormal", layers=shape.layers, experts=shape.experts)
     sizes = {"ep_size": shape.ep_size, "num_redundant": shape.num_redundant}
     first = first_placement(load, **sizes)
@@ -182,7 +182,7 @@ def _milliseconds(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def _moved(before: ExpertPlacement, after: ExpertPlacement) -> float:
-    """Slots whose expert their rank did not hold, of all slots."""
+    """Return slots whose expert their rank did not hold, of all slots."""
     held = (ranks_of(before)[..., None, :] == ranks_of(after)[..., None]).any(axis=-1)
     return float(np.mean(~held))
 

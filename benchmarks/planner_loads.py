@@ -11,18 +11,18 @@ DRIFT_SIGMA, DRIFT_MEMORY, REGIME_STEPS = 0.7, 0.9, 7
 
 
 def lognormal(generator: np.random.Generator, layers: int, experts: int) -> np.ndarray:
-    """Popularities spread evenly in the logarithm: most experts near the median, some several times as hot."""
+    """Return popularities spread evenly in the logarithm: most experts near the median, some several times as hot."""
     return np.exp(generator.normal(0, 1, (layers, experts)))
 
 
 def zipf(generator: np.random.Generator, layers: int, experts: int) -> np.ndarray:
-    """The i-th most popular expert gets 1/i of the first, in an order of each layer's own."""
+    """Return popularities where the i-th expert gets 1/i of the first, in an order of each layer's own."""
     ranked = 1 / np.arange(1, experts + 1) ** np.linspace(0.6, 1.2, layers)[:, None]
     return generator.permuted(ranked, axis=1)
 
 
 def hot(generator: np.random.Generator, layers: int, experts: int) -> np.ndarray:
-    """Nearly even, but for 3 % of the experts, which are 20 to 80 times as hot."""
+    """Return nearly even popularities, but for 3 % of the experts, which are 20 to 80 times as hot."""
     load = np.exp(generator.normal(0, 0.2, (layers, experts)))
     number = max(1, experts * 3 // 100)
     chosen = generator.permuted(np.broadcast_to(np.arange(experts), load.shape), axis=1)[:, :number]
@@ -32,19 +32,19 @@ def hot(generator: np.random.Generator, layers: int, experts: int) -> np.ndarray
 
 
 def half_dead(generator: np.random.Generator, layers: int, experts: int) -> np.ndarray:
-    """Half of the experts get nothing, the others lognormal loads."""
+    """Return popularities where half of the experts get nothing, the others lognormal loads."""
     order = generator.permuted(np.broadcast_to(np.arange(experts), (layers, experts)), axis=1)
     return np.where(order < experts // 2, lognormal(generator, layers, experts), 0.0)
 
 
 def drifting(generator: np.random.Generator, layers: int, experts: int) -> np.ndarray:
-    """A window in the middle of a change of regime."""
+    """Return a window in the middle of a change of regime."""
     *_, last = (load for _, load in zip(range(REGIME_STEPS + 1), drift(generator, layers, experts), strict=False))
     return last
 
 
 def drift(generator: np.random.Generator, layers: int, experts: int) -> Iterator[np.ndarray]:
-    """Loads window after window: log-popularities of an AR(1) process that starts anew every 7 windows."""
+    """Return loads window after window: log-popularities of an AR(1) process that starts anew every 7 windows."""
     state = generator.normal(0, 1, (layers, experts))
     step = 0
     while True:
@@ -55,7 +55,7 @@ def drift(generator: np.random.Generator, layers: int, experts: int) -> Iterator
 
 
 def tokens_of(popularity: np.ndarray) -> np.ndarray:
-    """Whole tokens per expert in proportion to its popularity, uint32 [layers, experts]."""
+    """Return whole tokens per expert in proportion to its popularity, uint32 [layers, experts]."""
     return np.rint(popularity / popularity.sum(axis=1, keepdims=True) * TOKENS).astype(np.uint32)
 
 
@@ -69,7 +69,7 @@ SKEWS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
 
 
 def skewed(skew: str, *, layers: int, experts: int, seed: int = 0) -> np.ndarray:
-    """Tokens per expert of a skew, uint32 [layers, experts]."""
+    """Return tokens per expert of a skew, uint32 [layers, experts]."""
     generator = np.random.default_rng([seed, *skew.encode()])
     return tokens_of(SKEWS[skew](generator, layers, experts))
 

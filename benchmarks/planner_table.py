@@ -19,7 +19,7 @@ TIMED = "K2 ep64 R64"
 
 
 def planner(measured: Mapping[str, Any]) -> str:
-    """What is to be reached; then all cases by skew; then drifting loads; then times."""
+    """Render the bound to reach, then all cases by skew, then drifting loads, then times."""
     parts = (_targets(measured), _groups(measured["quality"]), _drifts(measured["drift"]), _times(measured["seconds"]))
     before = f"Load average of the machine before the start: {measured['load_before']}."
     return "\n\n".join((*parts, before))

@@ -43,7 +43,7 @@ class Sent:
     most_at_once: int = 0
 
     def tensor_bytes(self) -> int:
-        """Bytes of ranges of safetensors files."""
+        """Return bytes of ranges of safetensors files."""
         return sum(
             (end - start) * times for (name, start, end), times in self.ranges.items() if name.endswith(".safetensors")
         )
@@ -70,13 +70,13 @@ class RangeServer:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def file_at(self, path: str) -> Path:
-        """The file that a path of a URL names."""
+        """Return the file that a path of a URL names."""
         for pattern, replacement in self.paths.items():
             path = re.sub(pattern, replacement, path)
         return self.folder / path.lstrip("/")
 
     def take_fault(self) -> Faults | None:
-        """The fault of the next answer, if there is one."""
+        """Return the fault of the next answer, if there is one."""
         with self.changing:
             if self.faults.deny:
                 return Faults(status=self.faults.deny)
@@ -100,7 +100,7 @@ class _Quiet(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """Nothing is said."""
+        """Log nothing."""
 
 
 class _Answering(BaseHTTPRequestHandler):
@@ -125,7 +125,7 @@ class _Answering(BaseHTTPRequestHandler):
             self._answer(has_body=True)
 
     def log_message(self, *_: object) -> None:
-        """Nothing is logged."""
+        """Log nothing."""
 
     def _answer(self, *, has_body: bool) -> None:
         fault = self.served.take_fault()

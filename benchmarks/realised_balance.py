@@ -78,7 +78,7 @@ def run_prompts(engine: Engine, tap: SlotTap, prompts: np.ndarray) -> np.ndarray
 
 
 def measure(engine: Engine, tap: SlotTap, *, num_prompts: int) -> dict[str, Any]:
-    """Imbalances by layer, realised and promised, before a rebalance and after, for the same prompts and for others."""
+    """Measure realised and promised imbalances by layer, before and after a rebalance, for the same and new prompts."""
     eplb, generator = eplb_of(engine), np.random.default_rng(0)
     first, others = generator.integers(FIRST_PLAIN_ID, NARROW.vocab_size, (2, num_prompts, PROMPT_TOKENS), np.int32)
     old = eplb.migration.placement

@@ -84,7 +84,7 @@ class Decoding:
 
 
 def measure_repeat(engine: Engine, loads: list[np.ndarray], *, seed: int) -> dict[str, Run]:
-    """A rebalance from where experts lie, and one that ignores it, between quiet windows, each for its own load."""
+    """Measure rebalances from the current placement and without regard to it, each between quiet windows."""
     migration = eplb_of(engine).migration
     ranks, redundant = migration.placement.ep_size, migration.placement.num_redundant
     with StepWatch(engine.runner.programs) as watch:
@@ -102,7 +102,7 @@ def measure_repeat(engine: Engine, loads: list[np.ndarray], *, seed: int) -> dic
 
 
 def window(busy: list[float], quiet: list[float], *, num_slots: int) -> Run:
-    """The steps of a rebalance beside the quiet ones around it. Gaps are over the median quiet step."""
+    """Return the steps of a rebalance beside the quiet ones around it. Gaps are over the median quiet step."""
     usual = statistics.median(quiet)
     return {
         "steps": len(busy),

@@ -123,12 +123,12 @@ class Measurement:
 
 
 def lengths_of(options: argparse.Namespace) -> tuple[int, int]:
-    """Tokens of the shortest and the longest sample; of one length, those of the engine alone would end in step."""
+    """Return the bounds of a sample's length; with one length, samples of the engine alone would end in step."""
     return max(1, options.new_tokens // 2), options.new_tokens + options.new_tokens // 2
 
 
 def share_of_others(ids: Ids, expected: Ids) -> float:
-    """How many samples differ; all of them where some are missing."""
+    """Return the share of samples that differ; all of them if some are missing."""
     return sum(ids[key] != expected[key] for key in expected) / len(expected) if ids.keys() == expected.keys() else 1.0
 
 

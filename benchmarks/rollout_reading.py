@@ -33,7 +33,7 @@ Rows = list[np.ndarray]
 
 
 def rollouts(count: int, num_tokens: int) -> Iterator[Rollout]:
-    """Random rollouts, `NUM_DISTINCT` different ones, of `num_tokens` fed tokens each."""
+    """Return random rollouts, `NUM_DISTINCT` different ones, of `num_tokens` fed tokens each."""
     generator = np.random.default_rng(0)
     shape = (NUM_DISTINCT, num_tokens, *LAYOUT.row_shape)
     rows = generator.integers(0, LAYOUT.num_experts, shape).astype(LAYOUT.dtype)
@@ -76,12 +76,12 @@ def write(directory: Path, *, count: int, num_tokens: int) -> tuple[Path, Path]:
 
 
 def read_shards(directory: Path) -> Rows:
-    """Routing alone, as a trainer that replays it reads it."""
+    """Read routing alone, as a trainer that replays it reads it."""
     return [rows for rows in load(directory, columns=["routing"]).routing if rows is not None]
 
 
 def read_everything(directory: Path) -> Rows:
-    """All columns, and views of ids, log-probs and routing."""
+    """Read all columns, and views of ids, log-probs and routing."""
     loaded = load(directory)
     assert len(loaded.prompt_ids) == len(loaded.output_ids) == len(loaded.logprobs), "one per sample"
     return [rows for rows in loaded.routing if rows is not None]
@@ -95,7 +95,7 @@ def read_lines(file: Path) -> Rows:
 
 
 def timed(call: Callable[[Path], Rows], path: Path, *, count: int, num_tokens: int) -> float:
-    """Seconds of one reading; RuntimeError where it is not all rows."""
+    """Return seconds of one reading; RuntimeError where it is not all rows."""
     started = time.perf_counter()
     rows = call(path)
     seconds = time.perf_counter() - started

@@ -23,7 +23,7 @@ JOB_TITLES = {
 
 
 def rollout_reading(measured: Mapping[str, Any]) -> str:
-    """Seconds until there is an array per rollout, and how many times as long JSON takes."""
+    """Render seconds until there is an array per rollout, and how many times as long JSON takes."""
     seconds, sizes = measured["seconds"], measured["bytes"]
     rows = [
         [title, f"{sizes['json' if side == 'json' else 'shards'] / 1e6:,.0f}"]
@@ -44,7 +44,7 @@ AUDIT_TITLES = {
 
 
 def audit(measured: Mapping[str, Any]) -> str:
-    """Verdicts about right samples by each auditor with its seconds, and where planted faults were found."""
+    """Render verdicts about right samples by each auditor with its seconds, and where planted faults were found."""
     rows = [
         [
             AUDIT_TITLES[side],
@@ -77,7 +77,7 @@ TEACHER_TITLES = {
 
 
 def teacher(measured: Mapping[str, Any]) -> str:
-    """Tokens per second of a teacher's pass, with the bytes of its answer."""
+    """Render tokens per second of a teacher's pass, with the bytes of its answer."""
     plain = measured["seconds"]["scores"]
     rows = [
         [
@@ -93,7 +93,7 @@ def teacher(measured: Mapping[str, Any]) -> str:
 
 
 def rollout_job(measured: Mapping[str, Any]) -> str:
-    """Output tokens per second of the same samples, and each side's share of the engine's."""
+    """Render output tokens per second of the same samples, and each side's share of the engine's."""
     runs, num_tokens = measured["runs"], measured["output_tokens"]
     rows = [
         [

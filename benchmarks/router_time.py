@@ -33,7 +33,7 @@ WORDS = ("the", "expert", "of", "a", "layer", "routes", "tokens", "to", "pages",
 
 
 def bodies_of_ids(num_ids: int, count: int) -> Iterator[bytes]:
-    """Bodies of as many token ids."""
+    """Return bodies of as many token ids."""
     draw = np.random.default_rng(num_ids)
     for _ in range(count):
         ids = draw.integers(3, 150_000, num_ids).tolist()
@@ -41,14 +41,14 @@ def bodies_of_ids(num_ids: int, count: int) -> Iterator[bytes]:
 
 
 def bodies_of_text(num_words: int, count: int) -> Iterator[bytes]:
-    """Bodies of one text."""
+    """Return bodies of one text."""
     draw = random.Random(num_words)
     for _ in range(count):
         yield json.dumps({"prompt": " ".join(draw.choices(WORDS, k=num_words)), "max_tokens": 8}).encode()
 
 
 def bodies_of_chat(num_words: int, count: int) -> Iterator[bytes]:
-    """A chat that goes on: each body has one more turn, up to `num_words` words, then comes another chat."""
+    """Return a chat that goes on: each body has one more turn, up to `num_words` words, then comes another chat."""
     draw, messages = random.Random(num_words), []
     for _ in range(count):
         messages = messages if len(messages) < num_words // 50 else []
@@ -58,7 +58,7 @@ def bodies_of_chat(num_words: int, count: int) -> Iterator[bytes]:
 
 
 def times_of(reader: PromptReader, bodies: Iterator[bytes], *, num_replicas: int) -> tuple[list[float], int]:
-    """Milliseconds of each request, and the median number of tokens."""
+    """Return milliseconds of each request, and the median number of tokens."""
     index, names = PrefixIndex(), [str(n) for n in range(num_replicas)]
     index.follow(names)
     choosing = Choosing(index, draw=random.Random(0), clock=time.monotonic)

@@ -20,7 +20,7 @@ PAIRS = {
 
 
 def bfloat16_routing(measured: Mapping[str, Any]) -> str:
-    """Shares of token-layers with other sets of experts, by family and pair; empty: as without it."""
+    """Render shares of token-layers with other sets of experts, by family and pair; empty: as without it."""
     rows = [
         [family, found["token_layers"], *(_share(found["differing"].get(pair)) for pair in PAIRS.values())]
         for family, found in measured["families"].items()

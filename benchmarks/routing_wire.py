@@ -31,7 +31,7 @@ SKEW, STICKINESS = 0.75, 0.5
 
 
 def routings() -> dict[str, RoutedExperts]:
-    """Rows by the way in which they are routed: scores of popularity and of taste, the top k of their sum."""
+    """Return rows by the way in which they are routed: scores of popularity and of taste, the top k of their sum."""
     generator = np.random.default_rng(0)
     shape = (NUM_TOKENS, len(LAYOUT.layer_ids), LAYOUT.num_experts)
     popularity = SKEW * generator.standard_normal(shape[1:], np.float32)
@@ -44,13 +44,13 @@ def routings() -> dict[str, RoutedExperts]:
 
 
 def overlap(routing: RoutedExperts) -> float:
-    """Share of its experts that a token has in common with the one before it, in the same layer."""
+    """Return share of its experts that a token has in common with the one before it, in the same layer."""
     before, after = routing.rows[:-1, :, :, None], routing.rows[1:, :, None, :]
     return float((before == after).any(axis=-1).mean())
 
 
 def size_of(value: Any) -> int:
-    """Bytes of a value as it travels: binary as it is, JSON compact; text of base64 without its quotes."""
+    """Return bytes of a value as it travels: binary as it is, JSON compact; text of base64 without its quotes."""
     if isinstance(value, bytes | str):
         return len(value)
     if isinstance(value, dict):
@@ -59,7 +59,7 @@ def size_of(value: Any) -> int:
 
 
 def timed(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Milliseconds of every repeat, after one that does not count."""
+    """Return milliseconds of every repeat, after one that does not count."""
     call()
     spent = []
     for _ in range(repeats):
@@ -70,7 +70,7 @@ def timed(call: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def measure_dialect(name: str, kinds: dict[str, RoutedExperts], repeats: int) -> dict[str, Any]:
-    """Bytes for every kind of routing, and times for the skewed one."""
+    """Measure bytes for every kind of routing, and times for the skewed one."""
     dialect, routing = DIALECTS[name], kinds["skewed"]
     value = dialect.encode(routing, LAYOUT)
     return {
@@ -81,7 +81,7 @@ def measure_dialect(name: str, kinds: dict[str, RoutedExperts], repeats: int) ->
 
 
 def measure_gather(repeats: int) -> list[float]:
-    """Milliseconds of reading rows of pages that lie anywhere in the store."""
+    """Measure milliseconds of reading rows of pages that lie anywhere in the store."""
     generator = np.random.default_rng(1)
     store = RoutingStore(LAYOUT, num_slots=NUM_SLOTS)
     pages = generator.permutation(NUM_SLOTS // PAGE_SIZE)[: NUM_GATHERED // PAGE_SIZE]

@@ -93,7 +93,7 @@ def microseconds_per_step(num_sequences: int, *, num_steps: int, with_routing: b
 
 
 def measure(sequences: list[int], *, repeats: int, num_steps: int, with_routing: bool) -> dict[str, Any]:
-    """Median and range over `repeats` rounds, in which every number of sequences has its turn."""
+    """Measure every number of sequences in turn; return the median and range over `repeats` rounds."""
     rounds: dict[int, list[dict[str, float]]] = {n: [] for n in sequences}
     for _ in range(repeats):
         for n in sequences:
@@ -102,7 +102,7 @@ def measure(sequences: list[int], *, repeats: int, num_steps: int, with_routing:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and most, rounded to tenths."""
+    """Return median, least and most, rounded to tenths."""
     return {"median": round(statistics.median(values), 1), "min": round(min(values), 1), "max": round(max(values), 1)}
 
 

@@ -47,7 +47,7 @@ Schema = dict[str, Any] | bool
 
 
 def schemas_of(sdist: Path) -> list[tuple[str, Schema]]:
-    """Every schema of the suite with where it stands, without those of optional behaviour."""
+    """Return every schema of the suite with where it stands, without those of optional behaviour."""
     found = []
     with tarfile.open(sdist) as archive:
         for member in sorted(archive.getnames()):
@@ -61,7 +61,7 @@ def schemas_of(sdist: Path) -> list[tuple[str, Schema]]:
 
 
 def bounded(schema: Schema) -> Schema:
-    """A narrower schema: short strings and lists and small numbers, wherever it says nothing of their size."""
+    """Return a narrower schema: short strings and lists and small numbers, unless it limits their size."""
     if isinstance(schema, bool):
         return dict(BOUNDS) if schema else schema
     narrow = dict(schema)
@@ -130,7 +130,7 @@ def _rounds(asked: list[tuple[str, Schema, Schema]]) -> Iterator[tuple[str, Sche
 async def _sorted_out(
     client: httpx.AsyncClient, schemas: list[tuple[str, Schema]]
 ) -> tuple[list[tuple[str, Schema]], Counter[str]]:
-    """Schemas that are taken, and how many are refused by which keyword."""
+    """Return the accepted schemas, and the number refused by each keyword."""
     taken, refused = [], Counter()
     for place, schema in schemas:
         answer = await _post(client, schema, max_tokens=1)
@@ -146,7 +146,7 @@ async def _sorted_out(
 
 
 async def _narrowest(client: httpx.AsyncClient, schema: Schema) -> Schema:
-    """The bounded schema where that is taken, else the schema itself."""
+    """Return the bounded schema if it is accepted, else the schema itself."""
     answer = await _post(client, bounded(schema), max_tokens=1)
     return bounded(schema) if answer.status_code == 200 else schema
 

@@ -92,7 +92,7 @@ CPU_TITLES = {
 
 
 def throughput(workloads: Mapping[str, Any]) -> str:
-    """Rates of each workload beside transformers', and where a step's time goes."""
+    """Render rates of each workload beside transformers', and where a step's time goes."""
     rows = []
     with_peer = any(measured["theirs"] for measured in workloads.values())
     for name, measured in workloads.items():
@@ -107,7 +107,7 @@ def throughput(workloads: Mapping[str, Any]) -> str:
 
 
 def host_time(points: Mapping[str, Any]) -> str:
-    """Microseconds of host work per decode step, by the number of running sequences."""
+    """Render microseconds of host work per decode step, by the number of running sequences."""
     rows = [
         [count, *(parts[part]["median"] for part in HOST_PARTS), "{median} ({min}-{max})".format(**parts["host"])]
         for count, parts in points.items()
@@ -116,7 +116,7 @@ def host_time(points: Mapping[str, Any]) -> str:
 
 
 def sides(measured: Mapping[str, Any]) -> str:
-    """One workload on differently set engines: rates, their ratios, and where a step's time goes."""
+    """Render one workload on engines with different settings: rates, ratios, and where a step's time goes."""
     workload, runs = Workload(**measured["workload"]), measured["runs"]
     rates = markdown_table(
         [f"{measured['name']}: {workload}", "output tokens/s", "host time, ms per step"],
@@ -133,7 +133,7 @@ def sides(measured: Mapping[str, Any]) -> str:
 
 
 def programs(facts: Mapping[str, Any]) -> str:
-    """What the compiled steps hold of routing."""
+    """Render the routing in compiled steps."""
     rows = [
         [SIDE_TITLES[side], each["step_tokens"], each["instructions"], each["routing_arrays"]]
         for side, each in facts.items()
@@ -144,7 +144,7 @@ def programs(facts: Mapping[str, Any]) -> str:
 
 
 def waits(watched: Mapping[str, Sequence[Run]]) -> str:
-    """How long the devices had nothing to do because the host had not started the next step."""
+    """Render how long the devices were idle because the host had not started the next step."""
     rows = [
         [
             SIDE_TITLES[side],
@@ -157,7 +157,7 @@ def waits(watched: Mapping[str, Sequence[Run]]) -> str:
 
 
 def curve(points: Mapping[str, Sequence[Run]]) -> str:
-    """Decoding by the number of running sequences."""
+    """Render decoding by the number of running sequences."""
     rows = [
         [
             count,
@@ -173,7 +173,7 @@ def curve(points: Mapping[str, Sequence[Run]]) -> str:
 
 
 def conversations(measured: Mapping[str, Any]) -> str:
-    """Prompt tokens computed against those that had to be."""
+    """Render prompt tokens computed against those that had to be."""
     runs = measured["runs"]
     title = f"{measured['num_conversations']} conversations x {measured['num_turns']} turns"
     row = [
@@ -188,7 +188,7 @@ def conversations(measured: Mapping[str, Any]) -> str:
 
 
 def delta_turns(measured: Mapping[str, Any]) -> str:
-    """Conversations with routing returned in different ways, beside a server that captures none."""
+    """Render conversations with routing returned in different ways, beside a server that captures none."""
     runs = measured["runs"]
     count = measured["num_conversations"] * measured["num_turns"]
     rows = [
@@ -200,7 +200,7 @@ def delta_turns(measured: Mapping[str, Any]) -> str:
 
 
 def decisions(measured: Mapping[str, Any]) -> str:
-    """Rows with further decisions in the binary form, beside rows alone of a server without gates."""
+    """Render rows with further decisions in the binary form, beside rows alone of a server without gates."""
     runs, count = measured["runs"], measured["num_prompts"] * measured["num_new_tokens"]
     rows = [
         [DECISION_TITLES[side], rate(count, each), speed_ratio(each, runs["rows"]) if side != "rows" else ""]
@@ -211,7 +211,7 @@ def decisions(measured: Mapping[str, Any]) -> str:
 
 
 def http(measured: Mapping[str, Any]) -> str:
-    """Streams over HTTP beside the same streams in one process, and the CPU time of all who took part."""
+    """Render streams over HTTP beside the same streams in one process, and the CPU time of all who took part."""
     workload, runs = Workload(**measured["workload"]), measured["runs"]
     first = {side: [statistics.median(run["first_token_s"]) for run in each] for side, each in runs.items()}
     rows = [
@@ -247,7 +247,7 @@ def step_transports(runs: Mapping[str, Any]) -> str:
 
 
 def exchange_bytes(by_tokens: Mapping[str, Any]) -> str:
-    """Bytes that leave a device per token and MoE layer, by backend, beside the reference."""
+    """Render bytes that leave a device per token and MoE layer, by backend, beside the reference."""
     kinds = {"rows": "rows and results", "gathered": "gathered", "summed": "sums"}
     rows = [
         [
@@ -265,7 +265,7 @@ def exchange_bytes(by_tokens: Mapping[str, Any]) -> str:
 
 
 def routing_wire(measured: Mapping[str, Any]) -> str:
-    """Bytes of every dialect against the field of the sglang dialect, times, and the store."""
+    """Render bytes of every dialect against the field of the sglang dialect, times, and the store."""
     dialects, kinds = measured["dialects"], list(measured["overlap"])
     rows = [
         [

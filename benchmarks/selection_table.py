@@ -14,7 +14,7 @@ TIME_TARGETS = {"1.0": (5.0, None), "2.0": (3.0, 10.0)}
 
 
 def balanced_selection(measured: Mapping[str, Any]) -> str:
-    """Times by skew and factor, then rank loads and assignments kept by skew, factor and mode."""
+    """Render times by skew and factor, then rank loads and assignments kept by skew, factor and mode."""
     before = f"{measured['cores']} cores; load average of the machine before the start: {measured['load_before']}."
     return "\n\n".join((_times(measured["times"]), *map(_balance, measured["balance"].items()), before))
 

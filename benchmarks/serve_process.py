@@ -71,15 +71,15 @@ class ServeProcess:
         self._nodes.append(node)
 
     def pids_by_node(self, title: str) -> list[list[int]]:
-        """As `pids_of`, of each added node that runs."""
+        """Return the processes as `pids_of`, for each added node that runs."""
         return [pids_under(node.pid, title) for node in self._nodes if node.poll() is None]
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU seconds used since the start: proxy, replica (engine and HTTP edge), host worker, Ray's own daemons."""
+        """Return CPU seconds since the start: proxy, replica (engine and HTTP edge), host worker, Ray's own daemons."""
         return cpu_seconds_by_part(_processes(), self._child.pid)
 
     def pids_of(self, title: str) -> list[int]:
-        """This server's processes, on all nodes, whose title, or the name of whose executable, begins so."""
+        """Return this server's processes, on all nodes, whose title, or the name of whose executable, begins so."""
         return sorted([*pids_under(self._child.pid, title), *chain(*self.pids_by_node(title))])
 
     def __enter__(self) -> Self:
@@ -121,7 +121,7 @@ class ServeProcess:
 
 
 def serve_config(settings: dict[str, Any], *, port: int) -> dict[str, Any]:
-    """The Serve config of one application on this machine."""
+    """Return the Serve config of one application on this machine."""
     application = {
         "name": "bench",
         "route_prefix": "/",
@@ -138,7 +138,7 @@ def serve_config(settings: dict[str, Any], *, port: int) -> dict[str, Any]:
 
 
 def pids_under(root: int, title: str = "") -> list[int]:
-    """Those of `root`'s descendants, itself included, whose title, or the name of whose executable, begins so."""
+    """Return `root` and its descendants whose title, or whose executable's name, begins so."""
     processes = _processes()
     return sorted(
         pid
@@ -163,7 +163,7 @@ def cpu_seconds_by_part(processes: dict[int, tuple[int, str, float]], root: int)
 
 
 def _family(processes: dict[int, tuple[int, str, float]], root: int) -> list[int]:
-    """Those of `processes` that descend from `root`, and itself."""
+    """Return those of `processes` that descend from `root`, and itself."""
     children = defaultdict(list)
     for pid, (parent, _, _) in processes.items():
         children[parent].append(pid)

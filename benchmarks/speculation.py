@@ -90,15 +90,15 @@ class Prepared:
                 self._drafts[name, place] = oracle.propose(sequence, MOST)  # ty: ignore[invalid-argument-type]
 
     def propose(self, sequence: Sequence, count: int) -> np.ndarray:
-        """What follows, or something else."""
+        """Propose the following tokens, or others."""
         return self._drafts[sequence.request.request_id, sequence.num_outputs][:count]
 
     def end(self, sequence: Sequence) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 def requests_of(streams: int, num_new: int, *, seed: int = 0) -> list[GenerationRequest]:
-    """Random prompts, greedily answered, routing unrequested."""
+    """Return random prompts, greedily answered, routing unrequested."""
     generator = np.random.default_rng([seed, streams])
     prompts = generator.integers(10, 1000, (streams, PROMPT_TOKENS)).astype(np.int32)
     requests = [request_for(p, f"{i}", max_new_tokens=num_new) for i, p in enumerate(prompts)]
@@ -106,14 +106,14 @@ def requests_of(streams: int, num_new: int, *, seed: int = 0) -> list[Generation
 
 
 def plain_times(engine: Engine, sizes: list[int]) -> dict[int, float]:
-    """Median seconds of overlapped steps by their number of sequences, without drafts."""
+    """Return median seconds of overlapped steps by their number of sequences, without drafts."""
     return {size: median(run(engine, requests_of(size, STEPS_TIMED)).step_seconds) for size in sizes}
 
 
 def measure(
     engine: Engine, requests: list[GenerationRequest], *, share: float, repeats: int, times: dict[int, float]
 ) -> dict[str, Any]:
-    """All sides in turn. RuntimeError where ids differ."""
+    """Measure all sides in turn. RuntimeError if ids differ."""
     plain = run(engine, requests).ids
     known: Outcomes = {(name, 0): Outcome(ids=ids) for name, ids in plain.items()}
     oracle = Prepared(known, share=share, vocab_size=engine.card.vocab_size)
@@ -135,13 +135,13 @@ def measure(
 
 
 def reach_of(engine: Engine) -> dict[str, Any]:
-    """What the server tells its choice of drafts of the model."""
+    """Return the reach of drafts that the server derives from the model."""
     routing = engine.card.routing
     return {"reach": ExpertReach(routing.num_experts, routing.top_k)}
 
 
 def _kept(found: Run, times: dict[int, float]) -> dict[str, Any]:
-    """What a result holds of a run."""
+    """Return the figures of a run that a result keeps."""
     sizes, seconds = list(times), list(times.values())
     bound = float(np.interp(found.step_tokens, sizes, seconds).sum())
     drafts = found.totals

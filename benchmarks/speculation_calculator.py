@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def requests_of(problems: int, samples: int, temperature: float) -> list[GenerationRequest]:
-    """Problems held out from training, as many for each task as in training."""
+    """Return problems held out from training, as many for each task as in training."""
     generator, requests = random.Random(0), []
     tasks, shares = zip(*MIX, strict=True)
     for number in range(problems):
@@ -82,7 +82,7 @@ def requests_of(problems: int, samples: int, temperature: float) -> list[Generat
 
 
 def measure(engines: dict[str, Engine], *, repeats: int) -> dict[str, Any]:
-    """Every load without drafts and with each proposer in turn. RuntimeError where ids differ."""
+    """Measure every load without drafts and with each proposer in turn. RuntimeError if ids differ."""
     found: dict[str, Any] = {}
     for load, (problems, samples, temperature) in LOADS.items():
         requests, runs = requests_of(problems, samples, temperature), defaultdict(list)
@@ -102,7 +102,7 @@ def measure(engines: dict[str, Engine], *, repeats: int) -> dict[str, Any]:
 
 
 def sides(engines: dict[str, Engine]) -> Iterator[tuple[str, Engine, SpeculationFor | None]]:
-    """Plain steps, and every proposer with fixed and with chosen numbers of drafts; its own engine runs it."""
+    """Return plain steps, and every proposer with fixed and with chosen numbers of drafts; its own engine runs it."""
     yield "plain", engines["NGRAM"], None
     for name, engine in engines.items():
         for kind in ("fixed", "chosen"):

@@ -25,7 +25,7 @@ class Noting(PreparedExecutor):
         self.decoding: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """As it is."""
+        """Execute a step, and keep the plan of a decode step."""
         if plan.num_chunks and not plan.has_blocks:
             self.decoding.append(plan)
         return super().execute(plan)

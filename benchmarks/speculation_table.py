@@ -12,7 +12,7 @@ Runs = Sequence[Mapping[str, Any]]
 
 
 def speculation(measured: Mapping[str, Mapping[str, Runs]]) -> str:
-    """One row for each number of streams and share of right drafts."""
+    """Render a row for each number of streams and share of right drafts."""
     rows, numbers = [], [side for side in next(iter(measured.values())) if side.isdigit()]
     for name, sides in sorted(measured.items(), key=lambda each: [float(part) for part in each[0].split(", ")]):
         streams, share = name.split(", ")
@@ -37,18 +37,18 @@ def speculation(measured: Mapping[str, Mapping[str, Runs]]) -> str:
 
 
 def _ratio(sides: Runs, plain: Runs) -> Spread:
-    """Tokens per second against plain ones, by repeat."""
+    """Return tokens per second against plain ones, by repeat."""
     return paired_ratio(*([run["tokens"] / run["seconds"] for run in runs] for runs in (sides, plain)))
 
 
 def _length(runs: Runs) -> float:
-    """Tokens that verified chains gave."""
+    """Return tokens that verified chains gave."""
     chains = sum(run["chains"] for run in runs)
     return 1 + sum(run["accepted"] for run in runs) / chains if chains else 1.0
 
 
 def speculation_calculator(measured: Mapping[str, Mapping[str, Runs]]) -> str:
-    """One row for each load and side."""
+    """Render a row for each load and side."""
     rows = []
     for load, sides in measured.items():
         for side, runs in sides.items():

@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def stage_table(starts: list[Start]) -> str:
-    """Medians of the stages of starts that say the same lines, and what all stages took."""
+    """Render medians of the stages of starts that say the same lines, and what all stages took."""
     rows: list[list[str]] = []
     for stages in zip(*(start.stages for start in starts), strict=False):
         walls, spent = [one[1] for one in stages], [one[2] for one in stages]

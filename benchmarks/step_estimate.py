@@ -40,7 +40,7 @@ class EstimatedCase:
     expert_dtype: str = "auto"
 
     def options(self) -> list[str]:
-        """The options of `compile-check`."""
+        """Return the options of `compile-check`."""
         served = ["--model", self.model, "--topology", self.topology, "--tp", str(self.tensor)]
         sizes = ["--context", str(CONTEXT), "--batch", str(self.batch), "--prefill-tokens", str(PREFILL_TOKENS)]
         chosen = ["--page-size", "128", "--programs", self.program, "--layers", str(self.layers)]

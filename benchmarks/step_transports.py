@@ -58,7 +58,7 @@ class AnsweringHost:
 
 
 def decode_plan(step_id: int, num_sequences: int) -> StepPlan:
-    """A token each."""
+    """Return a plan with a token per sequence."""
     each = np.arange(num_sequences)
     return StepPlan(
         step_id, Chunks(each, each, np.ones_like(each), each.astype(np.int32), np.ones(num_sequences, bool))
@@ -66,7 +66,7 @@ def decode_plan(step_id: int, num_sequences: int) -> StepPlan:
 
 
 def connected(name: str, hosts: list[ActorHandle]) -> StepTransport:
-    """A transport as it is under steady load."""
+    """Yield a transport under steady load."""
     transport = TRANSPORTS[name](hosts, timeout_s=COMPILE_TIMEOUT_S)
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     while isinstance(transport, CompiledGraph) and not transport.is_compiled:
@@ -77,7 +77,7 @@ def connected(name: str, hosts: list[ActorHandle]) -> StepTransport:
 
 
 def measure(transport: StepTransport, hosts: list[ActorHandle], *, num_steps: int) -> dict[str, float]:
-    """Microseconds of a round trip by number of sequences, and CPU microseconds of a step in which hosts wait."""
+    """Measure microseconds of a round trip by number of sequences, and of CPU time in a step with waiting hosts."""
     figures = {f"{rows}_us": 1e6 * median(_round_trips(transport, rows, num_steps)) for rows in (16, 256)}
     ray.get([host.take.remote(WAITING_S) for host in hosts])
     before = _cpu_seconds(hosts)

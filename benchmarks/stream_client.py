@@ -55,7 +55,7 @@ async def events_of(answer: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def request_of(prompt: list[int], num_new_tokens: int, *, host: str, rid: str = "") -> bytes:
-    """A whole HTTP request for a greedy stream that ends with token counts, and closes its connection."""
+    """Return a whole HTTP request for a greedy stream that ends with token counts, and closes its connection."""
     body = {
         "prompt": prompt,
         "max_tokens": num_new_tokens,

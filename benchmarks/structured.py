@@ -45,7 +45,7 @@ CLOCK = ("steps", "schedule_s", "pack_s", "transport_s", "device_s", "commit_s",
 
 
 def model_of(name: str) -> str:
-    """Path of a model, written now where it is not there."""
+    """Return the path of a model, written now if it is missing."""
     if name == "calculator":
         return f"{TRAINED_PREFIX}calculator"
     path = Path(default_cache_directory()) / f"structured-{name}"
@@ -57,7 +57,7 @@ def model_of(name: str) -> str:
 
 
 def run(engine: Engine, prompt: list[int], *, num_constrained: int, num_tokens: int, seed: int) -> dict[str, float]:
-    """One batch, of which so many streams keep to SCHEMA."""
+    """Run a batch in which some streams keep to SCHEMA."""
     plain = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
     sampling = [
         plain
@@ -75,7 +75,7 @@ def run(engine: Engine, prompt: list[int], *, num_constrained: int, num_tokens: 
 
 
 def measure(engine: Engine, *, repeats: int, num_tokens: int) -> tuple[dict[str, list[dict[str, float]]], str]:
-    """All sides in turn after an uncounted turn, and the beginning of a constrained answer."""
+    """Measure all sides in turn after an uncounted turn; also return the beginning of a constrained answer."""
     prompt = engine.tokenizer.encode("[{")
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for repeat in range(-1, repeats):

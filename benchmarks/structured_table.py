@@ -16,7 +16,7 @@ SIDES = {
 
 
 def schema_suite(found: Mapping[str, Any]) -> str:
-    """How many schemas are taken and refused, then how answers ended, and how many of those that stopped are valid."""
+    """Render counts of accepted and refused schemas, of ends of answers, and of valid answers that stopped."""
     ends, refused = found["ends"], found["refused"]
     total, stopped = sum(ends.values()), ends["stop"]
     rows = [
@@ -34,7 +34,7 @@ def schema_suite(found: Mapping[str, Any]) -> str:
 
 
 def _by_keyword(refused: Mapping[str, int]) -> str:
-    """The commonest keywords with how often each was named, and the others together."""
+    """Render the commonest keywords with how often each was named, and the others together."""
     ordered = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
     named = [f"`{name}` {count}" for name, count in ordered[:MOST_KEYWORDS]]
     others = sum(count for _, count in ordered[MOST_KEYWORDS:])
@@ -42,7 +42,7 @@ def _by_keyword(refused: Mapping[str, int]) -> str:
 
 
 def structured_output(measured: Mapping[str, Any]) -> str:
-    """For each model and text, tokens per second without and with constraints."""
+    """Render for each model and text, tokens per second without and with constraints."""
     rows = []
     for each in measured.values():
         runs, tokens = each["runs"], each["tokens"]
@@ -74,7 +74,7 @@ def structured_output(measured: Mapping[str, Any]) -> str:
 
 
 def hostile_schemas(measured: Mapping[str, Any]) -> str:
-    """For each model, what came of each schema, and the longest time without tokens of a stream beside it."""
+    """Render for each model the outcome of each schema, and the longest time without tokens of a stream beside it."""
     return "\n\n".join(_beside(model, found) for model, found in measured.items())
 
 

@@ -52,7 +52,7 @@ SCHEMA = {
 
 
 def made_up_words() -> list[str]:
-    """Distinct words of syllables, the same ones every time."""
+    """Return distinct words of syllables, the same ones every time."""
     generator, found = random.Random(0), {}
     syllables = [a + b + c for a in "bcdfghjklmnprstvwz" for b in "aeiou" for c in ("", "n", "r", "s", "l")]
     while len(found) < NUM_WORDS:
@@ -61,7 +61,7 @@ def made_up_words() -> list[str]:
 
 
 def documents(words: list[str], count: int) -> Iterator[str]:
-    """Lists of SCHEMA, made of a few of the words."""
+    """Return lists of SCHEMA, made of a few of the words."""
     generator, known = random.Random(1), words[:NUM_KNOWN]
     for _ in range(count):
         some = [
@@ -80,7 +80,7 @@ def documents(words: list[str], count: int) -> Iterator[str]:
 
 
 def trained_tokenizer(words: list[str]) -> Tokenizer:
-    """A byte-level tokenizer of NUM_IDS ids."""
+    """Return a byte-level tokenizer of NUM_IDS ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -45,7 +45,7 @@ Params = dict[str, np.ndarray]
 
 @lru_cache(maxsize=1)
 def versions_of(path: Path, share: float) -> tuple[Params, Params]:
-    """The weights of a checkpoint, and the same with `share` of every tensor's values changed in their last bit."""
+    """Return the weights of a checkpoint, and the same with a `share` of all values changed in the last bit."""
     params, generator = load_file(path / "model.safetensors"), np.random.default_rng(0)
     return params, {name: _changed(values, share, generator) for name, values in params.items()}
 
@@ -68,7 +68,7 @@ def send(url: str, path: Path, share: float, turn: int) -> float:
 
 
 def bytes_sent(path: Path, share: float, held: HeldDtypes) -> int:
-    """Of the bodies of an update."""
+    """Return the bytes of the bodies of an update."""
     old, new = (rounded(params, held) for params in versions_of(path, share))
     tensors = sent_tensors(new, old if share < 1 else None)
     bodies = WeightSending("1", "0").buckets(tensors, is_delta=share < 1)
@@ -92,7 +92,7 @@ def serving(engine: Engine) -> Iterator[str]:
 
 
 def timed(starts: StepStarts, update: Callable[[], float]) -> dict[str, float]:
-    """Seconds of an update, and of the steps before and around it."""
+    """Return seconds of an update, and of the steps before and around it."""
     begun = time.perf_counter()
     time.sleep(QUIET_S)
     asked = time.perf_counter()
@@ -104,7 +104,7 @@ def timed(starts: StepStarts, update: Callable[[], float]) -> dict[str, float]:
 
 
 def measure(engine: Engine, path: Path, *, num_sequences: int, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """All ways in turn, `repeats` of each after an uncounted one."""
+    """Measure all ways in turn, `repeats` of each after an uncounted one."""
     ways = {DISK: 0.0, WHOLE: 1.0, **SHARES}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     starts, other = StepStarts(engine), path.with_name(f"{path.name}-other")
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Medians of each way; the longest gap in steps is the one without a step over a step before it."""
+    """Render medians of each way; the longest gap in steps is the one without a step over a step before it."""
     rows = []
     for name, runs in measured["runs"].items():
         gaps = sorted(run["longest_s"] / run["step_s"] for run in runs)

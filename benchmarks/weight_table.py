@@ -12,7 +12,7 @@ TITLES = {"devices": "on the devices, beside the old ones", "host": "in host mem
 
 
 def weight_updates(measured: Mapping[str, Any]) -> str:
-    """Updates by where the new weights wait: all of it, the swap, and the longest from one step to the next."""
+    """Render updates by where the new weights wait: all of it, the swap, and the longest from one step to the next."""
     rows = [
         [
             TITLES[name],

@@ -29,14 +29,14 @@ from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 
 PLACES = {"devices": None, "host": 0}
-"""Where new weights wait, and the spare memory of a device that this follows from; None: what it has."""
+"""Places where new weights wait, with the spare device memory that leads to them; None: the actual spare memory."""
 
 PROMPT_TOKENS, MAX_MODEL_LEN, QUIET_S, BETWEEN_S = 8, 2048, 1.0, 0.2
 
 
 @contextmanager
 def decoding(engine: Engine, num_sequences: int) -> Iterator[None]:
-    """Have so many sequences decode, new ones as old ones end."""
+    """Keep `num_sequences` sequences decoding inside the context."""
     is_over = False
     generator = np.random.default_rng(0)
 
@@ -56,7 +56,7 @@ def decoding(engine: Engine, num_sequences: int) -> Iterator[None]:
 
 
 def update_once(engine: Engine, starts: StepStarts, path: Path) -> Run:
-    """Update while steps run; seconds of the update, of the swap, and of the steps around it."""
+    """Update while steps run; return the seconds of the update, of the swap, and of steps before and around it."""
     begun = time.perf_counter()
     time.sleep(QUIET_S)
     asked = time.perf_counter()
@@ -76,7 +76,7 @@ def update_once(engine: Engine, starts: StepStarts, path: Path) -> Run:
 
 
 def measure(engine: Engine, paths: list[Path], *, num_sequences: int, repeats: int) -> dict[str, list[Run]]:
-    """Updates of both kinds in turn, `repeats` of each after an uncounted one."""
+    """Run updates of both kinds in turn; return `repeats` of each, after an uncounted one."""
     runs: dict[str, list[Run]] = {name: [] for name in PLACES}
     starts, read = StepStarts(engine), engine.runner.staged.read
     with decoding(engine, num_sequences):

@@ -36,7 +36,7 @@ WIDER = Drawn(scale=0.1, norm_jitter=0.2)
 
 
 def model_of(size: str) -> SyntheticConfig | SyntheticModel:
-    """The preset with weights that show, and with a yarn ramp that every peer knows."""
+    """Return the preset with weights that show, and with a yarn ramp that every peer knows."""
     model = replace((PRESETS | FAMILY_PRESETS)[size], drawn=WIDER)
     if isinstance(model, SyntheticModel) and (scaling := model.config.get("rope_scaling")):
         return replace(model, config={**model.config, "rope_scaling": {**scaling, "truncate": True}})
@@ -44,7 +44,7 @@ def model_of(size: str) -> SyntheticConfig | SyntheticModel:
 
 
 def num_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> int:
-    """Tokens before the first that differs, over all answers."""
+    """Return tokens before the first that differs, over all answers."""
     return sum(
         next((i for i, (one, other) in enumerate(zip(*both, strict=True)) if one != other), len(both[0]))
         for both in zip(ours, theirs, strict=True)

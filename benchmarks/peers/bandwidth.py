@@ -18,7 +18,7 @@ BF16_BYTES = 2
 
 
 def read_bytes_per_s() -> float:
-    """The best of several passes over a buffer that no cache holds, each core reading a part of its own."""
+    """Return the best of several passes over a buffer that no cache holds, each core reading a part of its own."""
     parts = np.array_split(np.ones(BUFFER_BYTES // 8, np.int64), num_cores())
     best = 0.0
     with ThreadPoolExecutor(len(parts)) as pool:
@@ -30,7 +30,7 @@ def read_bytes_per_s() -> float:
 
 
 def bytes_per_step(spec: ModelSpec, num_streams: int, *, expert_dtype: str = "bfloat16") -> float:
-    """Weights that a step of `num_streams` single tokens reads; experts as even routing touches them.
+    """Return weights that a step of `num_streams` single tokens reads; experts as even routing touches them.
 
     In bfloat16, but for the matrices of experts where they are in int8; scales and float32 routers count as bfloat16.
     """
@@ -47,5 +47,5 @@ def bytes_per_step(spec: ModelSpec, num_streams: int, *, expert_dtype: str = "bf
 def most_tokens_per_s(
     spec: ModelSpec, num_streams: int, *, bytes_per_s: float, expert_dtype: str = "bfloat16"
 ) -> float:
-    """Output tokens a second of `num_streams` that decode together, if reading weights were all."""
+    """Return output tokens a second of `num_streams` that decode together, if reading weights were all."""
     return num_streams * bytes_per_s / bytes_per_step(spec, num_streams, expert_dtype=expert_dtype)

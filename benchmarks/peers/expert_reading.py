@@ -33,8 +33,10 @@ STEPS = 20
 
 
 def expert_weights(config: SyntheticConfig, *, in_int8: bool = False) -> ExpertWeights:
-    """Normal weights of every expert of every layer, or any integers with one scale; which number lies where in packed
-    ones is all the same here."""
+    """Return normal weights of every expert of every layer, or any integers with one scale.
+
+    The order of numbers in packed weights does not matter here.
+    """
     num_experts = config.num_hidden_layers * config.num_experts
     width, inner = config.hidden_size, config.moe_intermediate_size
     keys = jax.random.split(jax.random.key(0), 3)
@@ -48,20 +50,20 @@ def expert_weights(config: SyntheticConfig, *, in_int8: bool = False) -> ExpertW
 
 
 def draw_picks(config: SyntheticConfig, num_streams: int) -> np.ndarray:
-    """Different experts of each token, evenly at random: [N, L, T, K]."""
+    """Return different experts of each token, evenly at random: [N, L, T, K]."""
     generator = np.random.default_rng(num_streams)
     scores = generator.random((STEPS, config.num_hidden_layers, num_streams, config.num_experts))
     return np.argsort(scores)[..., : config.num_experts_per_tok].astype(np.int32)
 
 
 def bytes_read(config: SyntheticConfig, picks_NLTK: np.ndarray, *, itemsize: int = BF16_BYTES) -> int:
-    """Weights of the experts that are picked at all, layer by layer and step by step."""
+    """Return weights of the experts that are picked at all, layer by layer and step by step."""
     touched = sum(len(np.unique(layer)) for step in picks_NLTK for layer in step)
     return touched * 3 * config.hidden_size * config.moe_intermediate_size * itemsize
 
 
 def steps_over(weights: ExpertWeights, config: SyntheticConfig) -> Callable[..., jax.Array]:
-    """All steps, one after the other, each through the experts of all layers."""
+    """Run all steps, one after the other, each through the experts of all layers."""
 
     @jax.jit
     def run(weights: ExpertWeights, picks_NLTK: jax.Array, rows_TD: jax.Array) -> jax.Array:
@@ -84,7 +86,7 @@ def steps_over(weights: ExpertWeights, config: SyntheticConfig) -> Callable[...,
 
 
 def measure(size: str, *, repeats: int, in_int8: bool = False) -> dict[str, Any]:
-    """Bytes and seconds of every number of streams, and the bandwidth measured before each round of them."""
+    """Return bytes and seconds of every number of streams, and the bandwidth measured before each round of them."""
     register_native_kernels()
     config = PRESETS[size]
     run = steps_over(expert_weights(config, in_int8=in_int8), config)

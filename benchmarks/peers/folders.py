@@ -19,7 +19,7 @@ def add_peers_option(parser: argparse.ArgumentParser) -> None:
 
 
 def installed(peers: Path, name: str) -> dict[str, Any]:
-    """How a peer was built, under `build`, and what it runs in, under `environment`. SystemExit where it is missing."""
+    """Return how a peer was built, under `build`, and its environment. SystemExit if it is missing."""
     facts = peers / name / FACTS
     if not facts.is_file():
         raise SystemExit(f"{name} is not in {peers}: python -m benchmarks.peers.install {name} --peers {peers}")

@@ -44,7 +44,7 @@ def write_gguf(model: Path, file: Path, *, in_int8: bool = False) -> Path:
 
 
 def _write_vocabulary(writer: gguf.GGUFWriter, model: Path, size: int) -> None:
-    """Names for all ids. Prompts come as ids, so merges are never used; the loader wants one all the same."""
+    """Write names for all ids. Prompts come as ids, so merges are never used; the loader requires one."""
     known = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     names = {number: name for name, number in known.items()}
     writer.add_tokenizer_model("gpt2")

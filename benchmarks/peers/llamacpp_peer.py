@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that nobody listens on."""
     with socket.create_server((HOST, 0)) as listener:
         return listener.getsockname()[1]
 
@@ -80,7 +80,7 @@ def wait(server: subprocess.Popen, port: int, log: Path) -> None:
 
 
 def facts(binary: Path, options: list[str]) -> dict[str, Any]:
-    """What runs: version and compiler as the server names them, and the instructions that it says it uses."""
+    """Return the running version and compiler as the server names them, and the instructions that it uses."""
     said = _output(binary, "--version")
     version, compiler = [line for line in said if line.startswith(("version", "built"))]
     # It says so only where it traces, which costs time: a second one does, and ends without a model.
@@ -110,7 +110,7 @@ def generate(port: int, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def next_log_probs(port: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs of the token after each prompt: `num_log_probs` of them, by id."""
+    """Return log-probs of the token after each prompt: `num_log_probs` of them, by id."""
     count = request["num_log_probs"]
     body = {"n_predict": 1, "n_probs": count, "temperature": 0.0, "cache_prompt": False, "ignore_eos": False}
     rows = []

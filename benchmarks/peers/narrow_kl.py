@@ -31,7 +31,7 @@ OURS = {"bfloat16": {}, "int8": {"expert_dtype": "int8"}, "fp8": {"expert_dtype"
 
 
 def our_log_probs(path: Path, sequences: list[list[int]], settings: dict[str, str]) -> np.ndarray:
-    """Of the token after every prefix, by the native kernels: float32 [sequences * T, V]."""
+    """Return log-probs of the token after every prefix, by the native kernels: float32 [sequences * T, V]."""
     runner = new_runner(path, dtype="bfloat16", cpu_kernels="native", num_pages=16, **settings)
     runner.load()
     compute = prompt_outputs_of(runner, longest=len(sequences[0]))
@@ -39,13 +39,13 @@ def our_log_probs(path: Path, sequences: list[list[int]], settings: dict[str, st
 
 
 def their_log_probs(peer: PeerProcess, sequences: list[list[int]], *, vocab_size: int) -> np.ndarray:
-    """The same of a peer, in float64."""
+    """Return `our_log_probs` of a peer, in float64."""
     prefixes = ([ids[: end + 1] for end in range(len(ids))] for ids in sequences)
     return np.concatenate([peer.log_probs(prompts, vocab_size=vocab_size) for prompts in prefixes])
 
 
 def kl(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
-    """Mean and largest KL of each row of `other` from `one`, in nats, and the share of other likeliest words."""
+    """Return mean and largest KL of each row of `other` from `one`, in nats, and the share of other likeliest words."""
     wide, narrow = one.astype(np.float64), other.astype(np.float64)
     each = (np.exp(wide) * (wide - narrow)).sum(-1)
     return {
@@ -56,7 +56,7 @@ def kl(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
 
 
 def measure(size: str, sequences: list[list[int]], *, peers: Path) -> dict[str, dict[str, float]]:
-    """By what is compared."""
+    """Measure each comparison."""
     path, facts, theirs = checkpoint_of(size), installed(peers, PEER), dict[str, np.ndarray]()
     vocab_size = read_config(path)["vocab_size"]
     for dtype in ("bfloat16", "int8"):

@@ -57,7 +57,7 @@ class PeerProcess:
         return answer, output_ids
 
     def log_probs(self, prompts: list[list[int]], *, vocab_size: int) -> np.ndarray:
-        """Log-probs of all words after each prompt, float64 [prompts, words]; of a peer that tells them."""
+        """Return log-probs of all words after each prompt, float64 [prompts, words]; of a peer that tells them."""
         return np.array(self._ask({"prompts": prompts, "num_log_probs": vocab_size})["log_probs"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def others_seconds() -> float:
-    """Processor seconds of all processes but this one and its descendants; Linux only."""
+    """Return processor seconds of all processes but this one and its descendants; Linux only."""
     columns = (PROC / "stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:]
     processes = dict(filter(None, (_process(path) for path in PROC.iterdir() if path.name.isdigit())))
     own = {os.getpid()}
@@ -29,7 +29,7 @@ def others_seconds() -> float:
 
 
 def _process(path: Path) -> tuple[int, tuple[int, int]] | None:
-    """The id of a process, its parent's, and its processor time in ticks; None if it has ended."""
+    """Return the id of a process, its parent's, and its processor time in ticks; None if it has ended."""
     try:
         fields = (path / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

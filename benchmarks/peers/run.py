@@ -105,7 +105,7 @@ def _run(
 
 
 def facts_for(facts: dict[str, Any], name: str, spec: ModelSpec) -> dict[str, Any]:
-    """The same with the environment that a peer needs for this model: vLLM expands latents that it does not know."""
+    """Return the facts with the environment that a peer needs for this model: vLLM expands latents it does not know."""
     latents = [mixer for mixer in spec.mixers if isinstance(mixer, LatentAttention)]
     if name != "vllm" or all(mixer.row_width == VLLM_LATENT_WIDTH for mixer in latents):
         return facts
@@ -120,7 +120,7 @@ def start(name: str, model: Path, *, peers: Path, facts: dict[str, Any], experts
 
 
 def our_facts(engine: Engine) -> dict[str, Any]:
-    """How our side was built and what it runs on, as the peers say it of themselves."""
+    """Return how our side was built and what it runs on, in the fields of the peers."""
     kernels = engine.runner.config.kernels.name
     if kernels != "cpu_native":
         return {"kernels": kernels, "cores": sorted(os.sched_getaffinity(0))}

@@ -19,7 +19,7 @@ PREFILLING = "W3"
 
 
 def peers(measured: Mapping[str, Any]) -> str:
-    """Rates of every side, W3 in prompt tokens; how many times as fast as each peer; and what bandwidth allows."""
+    """Render rates of every side, W3 in prompt tokens; ratios to each peer; and the bound by bandwidth."""
     sides = [OURS, *measured["facts"]]
     others = sides[1:]
     rows = []
@@ -39,7 +39,7 @@ def peers(measured: Mapping[str, Any]) -> str:
 
 
 def _build(side: str, facts: Mapping[str, Any]) -> str:
-    """How a peer was built, its environment and cores; paths are cut to their last part."""
+    """Render how a peer was built, its environment and cores; paths are cut to their last part."""
     parts = [
         f"{name} {' '.join(value) if isinstance(value, list) else value}" for name, value in facts["build"].items()
     ]
@@ -52,7 +52,7 @@ def _last_parts(paths: str) -> str:
 
 
 def expert_reading(measured: Mapping[str, Any]) -> str:
-    """Gigabytes of experts that steps read each second, and its share of what the machine reads."""
+    """Render gigabytes of experts that steps read each second, and its share of what the machine reads."""
     bandwidth = measured["read_bytes_per_s"]
     rows = []
     for count, each in measured["streams"].items():
@@ -67,7 +67,7 @@ def expert_reading(measured: Mapping[str, Any]) -> str:
 
 
 def narrow_kl(measured: Mapping[str, Any]) -> str:
-    """KL between sides and dtypes, of tokens after random ones."""
+    """Render KL between sides and dtypes, of tokens after random ones."""
     rows = [
         [name, f"{of['mean']:.1e}", f"{of['largest']:.1e}", f"{of['other']:.1%}"]
         for name, of in measured["compared"].items()
@@ -77,7 +77,7 @@ def narrow_kl(measured: Mapping[str, Any]) -> str:
 
 
 def peers_chart(measured: Mapping[str, Any]) -> dict[str, Chart]:
-    """Output tokens a second of 1 and 16 streams on every side, under the line that bandwidth draws."""
+    """Return output tokens a second of 1 and 16 streams on every side, under the line that bandwidth draws."""
     workloads = {name: each for name, each in measured["workloads"].items() if name in DECODING}
     if not workloads:
         return {}

@@ -42,7 +42,7 @@ async def calibrate(
     draw = np.random.default_rng(0)
 
     async def one(address: Address, length: int, num_answer: int) -> Answer:
-        """A stream of a new prompt, with the seconds to the first token in `first_at`, and from it in `last_at`."""
+        """Stream a new prompt; record the seconds to the first token in `first_at`, and from it in `last_at`."""
         prompt, began = draw.integers(FIRST_ID, vocab_size, length).tolist(), time.perf_counter()
         answer = await stream(address, prompt, num_answer=num_answer)
         return replace(answer, first_at=answer.first_at - began, last_at=answer.last_at - answer.first_at)
@@ -88,7 +88,7 @@ def fitted_to(
 
 
 def fit(rows: Sequence[tuple[float, ...]]) -> list[float]:
-    """Coefficients, none negative, of the columns before the last, whose errors count relative to it."""
+    """Return coefficients, none negative, of the columns before the last, whose errors count relative to it."""
     table = np.array(rows)
     given, wanted = table[:, :-1] / table[:, -1:], np.ones(len(table))
     kept = list(range(given.shape[1]))

@@ -110,5 +110,5 @@ async def play(
 
 
 def plain_ids(ids: np.ndarray, vocab_size: int) -> list[int]:
-    """The same ids within a vocabulary, none of them special."""
+    """Return the same ids within a vocabulary, none of them special."""
     return (FIRST_ID + ids % (vocab_size - FIRST_ID)).tolist()

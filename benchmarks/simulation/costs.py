@@ -31,7 +31,7 @@ class StepLoad:
 
 
 def load_of(plan: StepPlan, *, rows_per_rank: int) -> StepLoad:
-    """The load of the rank that has most tokens: the others wait for it."""
+    """Return the load of the rank with most tokens; the others wait for it."""
     if not plan.num_chunks:
         return StepLoad()
     chunks = plan.chunks
@@ -56,7 +56,7 @@ class StepTimes(Protocol):
     request_s: float
 
     def seconds(self, load: StepLoad) -> float:
-        """Seconds from one step's results to the next's."""
+        """Return the seconds from one step's results to the next's."""
         ...
 
 
@@ -74,7 +74,7 @@ class MeasuredSteps:
     request_s: float
 
     def seconds(self, load: StepLoad) -> float:
-        """The sum."""
+        """Return the sum."""
         return (
             self.step_s
             + self.row_s * load.rows
@@ -90,7 +90,7 @@ class MeasuredSteps:
 
     @staticmethod
     def read(path: Path) -> MeasuredSteps:
-        """What `write` wrote, or `python -m benchmarks.fleet_calibration`."""
+        """Read the output of `write`, or of `python -m benchmarks.fleet_calibration`."""
         return MeasuredSteps(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -111,7 +111,7 @@ class EstimatedSteps:
         self._seconds = seconds
 
     def seconds(self, load: StepLoad) -> float:
-        """By tables of powers of two of sequences, and of grains of tokens."""
+        """Return the seconds by tables of powers of two of sequences, and of grains of tokens."""
         rows = load.rows + load.prompt_ends
         mean = load.context / load.rows if load.rows else 0.0
         bucket = 1 << (max(rows, 1) - 1).bit_length()

@@ -53,17 +53,17 @@ class Seen:
 
     @property
     def last_start_s(self) -> float:
-        """When the last conversation began."""
+        """Return the start of the last conversation."""
         return max(one.arrived_at for one in self.asked if not one.turn)
 
     def steady(self) -> Seen:
-        """What came in the second half of the time in which conversations began: caches are warm, and load is even."""
+        """Return the requests of the second half of the starts: caches are warm, and load is even."""
         last = self.last_start_s
         kept = [one for one in self.asked if last / 2 <= one.arrived_at <= last]
         return replace(self, asked=kept, began_at=last / 2, ended_at=last)
 
     def figures(self, *, ttft_s: float, tpot_s: float) -> dict[str, float]:
-        """Rates by second and replica; a request is good where its first token and its mean gap come within bounds."""
+        """Return rates by second and replica; a good request has its first token and its mean gap within bounds."""
         ttft = np.array([one.first_at - one.arrived_at for one in self.asked])
         tokens = np.array([one.conversation.turns[one.turn].num_answer for one in self.asked])
         spans = np.array([one.last_at - one.first_at for one in self.asked])
@@ -109,7 +109,7 @@ class Routing:
                     self._index.apply(name, part)
 
     def choose(self, token_ids: np.ndarray, now: float) -> str:
-        """The replica that a prompt goes to."""
+        """Return the replica that a prompt goes to."""
         self._now = now
         if self._policy == "round robin":
             return self._names[next(self._turn) % len(self._names)]
@@ -250,7 +250,7 @@ class Simulation:
         asked.prompt = np.zeros(0, np.int32)
 
     def _continue(self, conversation: Conversation, turn: int, history: np.ndarray, now: float) -> None:
-        """Have a conversation ask its next turn once its gap is over and its subagents have ended."""
+        """Schedule the next turn of a conversation for the end of its gap and of its subagents."""
         following = conversation.turns[turn]
         left = 1 + len(following.calls)
 
@@ -266,7 +266,7 @@ class Simulation:
             self._ask(called, 0, np.zeros(0, np.int32), now)
 
     def _leave(self, conversation: Conversation, now: float) -> None:
-        """Tell the caller of a subagent that it has ended."""
+        """End a conversation; the caller of a subagent may continue."""
         if (ended := self._callers.pop(id(conversation), None)) is not None:
             ended(now)
 

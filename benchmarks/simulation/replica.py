@@ -52,14 +52,14 @@ class SimulatedDevices:
         return before[1]
 
     def start(self) -> StartReport:
-        """Nothing has to be started."""
+        """Do nothing."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def shutdown(self) -> None:
-        """Nothing to stop."""
+        """Do nothing."""
 
 
 def _answer(plan: StepPlan) -> StepResult:
@@ -72,11 +72,11 @@ class SessionHints(NamedTuple):
     """Hints that clients send with the turns of a session."""
 
     names: bool = False
-    """Every turn names its session."""
+    """True if every turn names its session."""
     final: bool = False
-    """The last turn says that it is the last."""
+    """True if the last turn ends the session."""
     ttl_s: float = 0.0
-    """Seconds for which every turn asks to keep its pages."""
+    """Requested seconds of protection for the pages of every turn."""
 
 
 NO_HINTS = SessionHints()
@@ -106,14 +106,14 @@ class SimulatedReplica:
         return self._log.snapshot()
 
     def page_events(self) -> PageMessage | None:
-        """What has changed since the last call."""
+        """Return the changes since the last call."""
         changes = self._events.take(MOST_EVENTS) if self._watched else []
         return self._log.publish(changes) if changes else None
 
     def add(
         self, name: str, token_ids: np.ndarray, *, num_answer: int, session: str | None = None, is_last: bool = False
     ) -> sequences.Sequence:
-        """Queue a prompt, a turn of a session with hints, or of none."""
+        """Queue a prompt; a turn of a `session` carries the hints of the replica's clients."""
         hints = NO_HINTS if session is None else self._hints
         protected = ((INT32_MAX, hints.ttl_s),) if hints.ttl_s and not (is_last and hints.final) else ()
         request = GenerationRequest(
@@ -135,7 +135,7 @@ class SimulatedReplica:
         return [owner for row in rows.tolist() if (owner := owners[row]) is not None], ended
 
     def load(self) -> Load:
-        """As `PageWatch.load` reports it."""
+        """Return the load as `PageWatch.load` reports it."""
         scheduler = self.cycle.scheduler
         unfinished = [sequence for rank in scheduler.ranks for sequence in rank.prefilling]
         queued = sum(sequence.num_tokens for sequence in scheduler.waiting)

@@ -32,9 +32,9 @@ class Turn:
     num_answer: int
     gap_s: float = 0.0
     calls: tuple[Conversation, ...] = ()
-    """Conversations of subagents, which begin with its gap; its prompt is sent when they have ended, too."""
+    """Conversations of subagents. They begin with the gap, and the prompt is sent after all of them have ended."""
     num_dropped: int = 0
-    """Tokens at the end of the history that its prompt leaves out, by an edit of the history."""
+    """Tokens that an edit removes from the end of the history."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,11 +49,11 @@ class Conversation:
     starts_at: float
     turns: tuple[Turn, ...]
     sends_hints: bool = True
-    """True if its client sends the hints that are compared (`SessionHints`)."""
+    """True if its client sends the compared hints (`SessionHints`)."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts and answers, at its end, with those of subagents."""
+        """Return the number of tokens of all prompts and answers, including subagents."""
         own = sum(turn.num_tokens + turn.num_answer for turn in self.turns)
         return own + sum(called.num_tokens for turn in self.turns for called in turn.calls)
 
@@ -86,7 +86,7 @@ what is shared, and bursts as published, cut at `longest`."""
 
 
 def drawn(shape: Shape, *, rate: float, num_requests: int, seed: int) -> Iterator[Conversation]:
-    """Conversations in order of time, of `num_requests` turns or some more, that come to `rate` requests a second."""
+    """Return conversations in order of time with at least `num_requests` turns, at `rate` requests per second."""
     draw = np.random.default_rng(seed)
     at, count, between = 0.0, 0, shape.turns / rate
     while count < num_requests:
@@ -113,12 +113,12 @@ def conversation_at(shape: Shape, at: float, draw: np.random.Generator) -> Conve
 
 
 def _length(median: float, sigma: float, draw: np.random.Generator) -> int:
-    """At most a hundred times the median."""
+    """Return a length of at most a hundred times the median."""
     return max(LEAST_TOKENS, int(min(draw.lognormal(np.log(median), sigma), 100 * median)))
 
 
 def traced(path: Path, *, longest: int, speed: float = 1.0) -> Iterator[Conversation]:
-    """The requests of a trace file, at `speed` times its pace, each cut to `longest` tokens.
+    """Return the requests of a trace file, at `speed` times its pace, each cut to `longest` tokens.
 
     `.jsonl` is Mooncake's form (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` of 512 tokens), `.csv`
     Azure's (TIMESTAMP, ContextTokens, GeneratedTokens), whose prompts share nothing. ValueError for another ending.
@@ -156,7 +156,7 @@ def _cut(spans: list[Span], most: int) -> Iterator[Span]:
 
 
 def token_ids(spans: tuple[Span, ...]) -> np.ndarray:
-    """The tokens of spans, int32."""
+    """Return the tokens of spans, int32."""
     return np.concatenate(
         [np.random.default_rng(seed).integers(FIRST_ID, LAST_ID, length, dtype=np.int32) for seed, length in spans]
     )

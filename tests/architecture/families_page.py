@@ -53,11 +53,11 @@ request is rejected with an error that names its field.
 Of Gemma 4 the models with experts are served (26B-A4B). The heads of its layers without a window are read from
 `global_head_dim` and `num_global_key_value_heads`, or from `per_layer_config`, which transformers writes.
 
-In Nemotron-3 (`mamba2`) a layer is one of Mamba-2, attention, an MLP or experts; layer ids and routing rows count all.
-The step of a token is at least `time_step_min`, for prompts and single tokens alike: transformers bounds prompts only.
-Layers for multi-token prediction are skipped. On TPUs, XLA computes the recurrence, one piece of up to 8 tokens after
-the other; experts without a gate are multiplied by `grouped_ffn` or `ragged_dot`, and rows go to other devices without
-the fused exchanges.
+In Nemotron-3 (`mamba2`) a layer is one of Mamba-2, attention, an MLP or experts. Layer ids and routing rows count all
+of them. The step of a token is at least `time_step_min`, for prompts and single tokens; transformers bounds prompts
+only. Layers for multi-token prediction are skipped. On TPUs, XLA computes the recurrence in pieces of up to 8 tokens,
+one after the other. Experts without a gate are multiplied by `grouped_ffn` or `ragged_dot`, without the fused
+exchanges.
 
 `swa` is grouped attention of layers with windows whose rotation or heads differ from the other layers.
 

@@ -86,7 +86,7 @@ def test_tinker_samples_and_scores(url: str, engine: Engine, name: str) -> None:
 
 @pytest.mark.parametrize("name", TINKER)
 def test_tinker_samples_by_saved_weights(engine: Engine, checkpoint: Path, tmp_path: Path, name: str) -> None:
-    """The adapter is merged, so that the engine answers by it too."""
+    """The adapter is merged, so the engine's own answers come from it too."""
     saved = "run-1/sampler_weights/step-1"
     make_adapter(checkpoint, "shared_outer").write(tmp_path / saved)
     state = ApiState(engine.loop, engine.tokenizer, ServerSettings(), weight_roots=(str(tmp_path),))

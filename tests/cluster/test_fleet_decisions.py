@@ -1,4 +1,4 @@
-"""Two replicas of one application: the choices of a request of a killed replica keep their schema and all decisions."""
+"""A request resumes on the other of two replicas: its choices keep their schema and all decisions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def journal() -> Iterator[OwnJournal]:
 
 
 def answers_of(fleet: httpx.Client, path: str, body: dict[str, Any], told: list[int]) -> dict[int, dict[str, Any]]:
-    """Read a stream until its end or until its replica is lost; keep the told tokens of each choice in `told`."""
+    """Read a stream until it ends or its replica is lost; keep the number of delivered tokens per choice in `told`."""
     events = []
     with suppress(httpx.HTTPError), fleet.stream("POST", path, json=body) as answer:
         if answer.status_code != 200:
@@ -68,7 +68,7 @@ def is_complete(answers: dict[int, dict[str, Any]]) -> bool:
 
 @pytest.mark.slow
 def test_choices_under_a_schema_outlive_their_replica(raylets: int, journal: OwnJournal, tmp_path: Path):
-    """By native kernels ids, rows, gates and masks are those of an undisturbed request, to the bit."""
+    """With native kernels, ids, rows, gates and masks equal those of an undisturbed request, bit by bit."""
     need_native_kernels()
     path = ensure_checkpoint(tmp_path / "model", "tiny", dtype="bfloat16")
     settings = {**SETTINGS, "dtype": "bfloat16", "cpu_kernels": "native", "num_replicas": 2, "cpus_per_host": 0.25}

@@ -38,7 +38,7 @@ HEADS = {
     "of Kimi-Linear": (32, 32, WIDTH),
     "of Kimi-Linear over 8": (4, 4, WIDTH),
 }
-"""Key heads and value heads, and decays of a head if there are several."""
+"""Numbers of key heads, value heads and, if more than 1, decays of a head."""
 
 
 def shapes_of(key_heads: int, heads: int, num_decays: int = 1) -> tuple[DeltaPools, DeltaTokens, Pieces]:

@@ -1,4 +1,4 @@
-"""The session of a request: named in headers or bodies of every dialect, parted by key and salt, without any effect."""
+"""Sessions of requests: named in headers or bodies of every dialect, separate by API key and salt, without effect."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def scope_of(headers=(), fields=None):
 
 
 def lasting(answer):
-    """What may not depend on a session."""
+    """Return the parts of an answer that must not depend on a session."""
     assert answer.status_code == 200, answer.text
     body = answer.json()
     return {name: value for name, value in body.items() if name not in VARYING and name != "output"} | {

@@ -92,7 +92,7 @@ class LingReference:
         return found @ weights[name + "dense.weight"].T + weights.get(name + "dense.bias", 0.0)
 
     def _mix(self, name: str, hidden_TD: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return what is added, router logits, chosen experts, and their weights."""
+        """Return the addend, router logits, chosen experts and their weights."""
         config, weights = self.config, self._weights
         logits_TE = hidden_TD @ weights[name + "gate.weight"].T
         scores_TE = 1 / (1 + np.exp(-logits_TE))

@@ -17,7 +17,7 @@ from tests.support.engine.workload import mixed_workload
 from tests.support.models.full_logits import prompt_logits_of
 
 WAYS = {
-    "company": Way(),
+    "together": Way(),
     "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
     "few rows": Way(num_rows=2),
     "preemption every 3 steps": Way(intervene=preempt_every(3)),

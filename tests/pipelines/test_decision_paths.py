@@ -1,4 +1,4 @@
-"""Decisions beside rows are those of a plain run on every path, to the bit."""
+"""Decisions beside rows equal a plain run's on every path, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLES = 32
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_every_part_is_that_of_a_plain_run(path: str):
+def test_every_part_equals_a_plain_run(path: str):
     need_native_kernels()
     model = resolve_model_path("trained:calculator", cache_directory=default_cache_directory())
     counts = dict(compare_paths(model, samples=SAMPLES, paths=[path]))[path]

@@ -16,7 +16,7 @@ from tests.support.engine.sampling_reference import forcing, other_rows
 from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
 
 WAYS = {
-    "company": Way(),
+    "together": Way(),
     "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
     "single tokens": Way(chunk_tokens=1),
     "preemption every 2 steps": Way(chunk_tokens=16, intervene=preempt_every(2)),

@@ -15,7 +15,7 @@ from tests.support.engine.shared_settings import ONE_BUCKET
 from tests.support.engine.workload import engine_arguments, mixed_workload
 
 WAYS = {
-    "company": Way(),
+    "together": Way(),
     "chunks of 16": Way(chunk_tokens=16),
     "chunks of 64": Way(chunk_tokens=64),
     "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),

@@ -15,9 +15,9 @@ from tests.support.engine.workload import draw_prompt, mixed_workload, request_f
 from tests.support.speculation.random_requests import SPECULATES, check_mix
 
 WAYS = {
-    "company": Way(),
+    "together": Way(),
     "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
-    "chunks of 64, preemption, all forgotten": Way(chunk_tokens=64, intervene=preempt_every(8, forgets=True)),
+    "chunks of 64, preemption, an emptied cache": Way(chunk_tokens=64, intervene=preempt_every(8, forgets=True)),
 }
 SETTINGS = {"invariant_products": "on", "precompile_bs_paddings": [1, 4, 16]}
 

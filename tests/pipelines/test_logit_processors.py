@@ -21,7 +21,7 @@ from tests.support.speculation.random_requests import PLAIN, PROCESSED, SPECULAT
 from tests.support.text.constraints import compiler
 
 WAYS = {
-    "company": PLAIN,
+    "together": PLAIN,
     "one step after the other": replace(PLAIN, overlaps=False),
     "preemption every 5 steps": replace(PLAIN, chunk_tokens=16, intervene=preempt_every(5)),
     "preemption every 4 steps, all forgotten": replace(PLAIN, intervene=preempt_every(4, forgets=True)),

@@ -27,7 +27,7 @@ from tests.support.models.full_logits import prompt_logits_of
 LONGEST = 64
 STEP = {"step_tokens": 64}
 WAYS = {
-    "company": Way(chunk_tokens=64, **STEP),
+    "together": Way(chunk_tokens=64, **STEP),
     "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
     "few rows, one step after the other": Way(num_rows=3, overlaps=False, **STEP),
     "preemption every 8 steps, all forgotten": Way(intervene=preempt_every(8, forgets=True), **STEP),

@@ -26,7 +26,7 @@ from tests.support.engine.workload import draw_prompt, mixed_workload, request_f
 from tests.support.models.full_logits import prompt_logits_of
 
 WAYS = {
-    "company": Way(),
+    "together": Way(),
     "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
     "single tokens": Way(chunk_tokens=1),
     "few rows": Way(num_rows=2),

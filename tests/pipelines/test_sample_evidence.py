@@ -20,7 +20,7 @@ PROMPT = [*range(40, 75)]
 LISTED = [7, 300, 511, 0]
 CLOSE = {"rel": 0, "abs": 1e-5}
 WAYS = {
-    "company": Way(),
+    "together": Way(),
     "one step after the other": Way(overlaps=False),
     "preemption every 5 steps": Way(intervene=preempt_every(5), chunk_tokens=7, step_tokens=48),
 }

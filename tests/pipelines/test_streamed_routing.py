@@ -19,7 +19,7 @@ from tests.support.engine.run_requests import Way, choices_of, cycle_for, preemp
 from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
 
 WAYS = {
-    "company": Way(),
+    "together": Way(),
     "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
     "preemption every 3 steps": Way(intervene=preempt_every(3)),
     "preemption every 4 steps, all forgotten": Way(chunk_tokens=64, intervene=preempt_every(4, forgets=True)),

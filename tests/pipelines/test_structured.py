@@ -23,7 +23,7 @@ REGEX = "(ab|cd){2,12}"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 90, "ignore_eos": False}
 CONSTRAINTS = (schema_constraint(PERSON), Constraint("regex", REGEX), Constraint("choice", '["one", "two"]'))
 WAYS = {
-    "company": Way(),
+    "together": Way(),
     "one step after the other": Way(overlaps=False),
     "chunks that cut pages": Way(chunk_tokens=7, step_tokens=48),
     "few rows": Way(num_rows=3),

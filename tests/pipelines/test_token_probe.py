@@ -25,7 +25,7 @@ from tests.support.speculation.random_requests import PLAIN, SPECULATES, VOCAB_S
 
 ALONE = replace(PLAIN, constraints=None)
 WAYS = {
-    "company": ALONE,
+    "together": ALONE,
     "one step after the other": replace(ALONE, overlaps=False),
     "chunks that cut pages": replace(ALONE, chunk_tokens=7, step_tokens=48),
     "single tokens": replace(ALONE, chunk_tokens=1),

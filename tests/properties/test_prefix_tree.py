@@ -1,8 +1,8 @@
 """The prefix tree agrees with a dictionary of cached prefixes under any order of events.
 
-The model knows no tree: it has a page, a time of last use, an owner and a protection for every cached prefix of whole
-pages. Among those that nothing longer continues and no lock covers, it drops released prefixes first and protected ones
-last, each by last use.
+The model has no tree. It holds a page, a time of last use, an owner and a protection for every cached prefix of whole
+pages. Of the prefixes without a longer prefix or a lock, it drops released ones first and protected ones last, each by
+last use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Cached:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Its place in the order of eviction."""
+        """Return its place in the order of eviction."""
         return 2 if self.protected_until else 0 if self.is_released else 1, self.last_used
 
 
@@ -132,7 +132,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, letters=letters, seconds=st.integers(0, 4))
     def protect(self, namespace, letters, seconds):
-        """The first pages of a prompt are protected, as many as may be; those that are stay so for longer."""
+        """Protect the first pages of a prompt up to the limit, and protected pages for longer."""
         self.tree.protect(namespace, self._tokens(letters), seconds=seconds)
         self._expire()
         for n in range(1, len(letters) + 1):
@@ -152,7 +152,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, letters=letters, owner=st.sampled_from(SESSIONS[1:]))
     def supersede(self, namespace, letters, owner):
-        """Branches that part from a path after a page of their owner's are released, except those in use."""
+        """Release the branches that leave a path after a page of their owner, except branches in use."""
         prefix = self._match(namespace, letters, owner)
         self.tree.order.supersede(prefix, owner)
         path = [letters[:n] for n in range(1, prefix.num_pages + 1)]

@@ -98,7 +98,7 @@ def verify(files: CheckpointFiles, tree: SpecTree, *, rules: Mapping[str, str], 
 def is_ignorable(name: str, tree: SpecTree, *, rules: Mapping[str, str], ignored: tuple[str, ...] = ()) -> bool:
     """Return True if no parameter needs a tensor but checkpoints of the family may hold it.
 
-    So they may hold layers for multi-token prediction, whose numbers follow the last layer.
+    Layers beyond the last one are ignorable: they predict further tokens.
     """
     if any(fnmatchcase(name, pattern) for pattern in _ignorable(tree, rules, ignored)):
         return True
@@ -124,7 +124,7 @@ def _prediction_layers(files: CheckpointFiles, tree: SpecTree, rules: Mapping[st
 
 
 def _layers_of(tree: SpecTree, rules: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of layers, and what stands before the number of a layer in names; empty without a rule."""
+    """Return the number of layers, and the prefix of layer numbers in tensor names; empty without a rule."""
     num_layers = 1 + max((layer for _, spec in walk(tree) for layer in spec.layers), default=-1)
     return num_layers, rules["attention_norm"].partition("{layer}")[0] if "attention_norm" in rules else ""
 

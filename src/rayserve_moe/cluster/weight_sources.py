@@ -172,7 +172,7 @@ class GroupAdapters:
     def add_again(self) -> None:
         """Give new hosts the adapters that the former hosts held. Raises ExecutorFailure if a host is lost."""
         for key, adapter in list(self._held.items()):
-            self._send(key, adapter)  # after a failure the hosts after these receive it
+            self._send(key, adapter)  # a failure keeps it in `_held` for the next hosts
 
     def _send(self, key: str, adapter: SentAdapter) -> None:
         body = ray.put(adapter.body)

@@ -27,8 +27,8 @@ class AdapterSettings:
     """Maximum adapters in host memory. A further load drops the least recently used adapter without requests."""
 
     experts: bool = named(False, "lora_experts")
-    """Adapters may also change routed experts. Every resident adapter then takes memory for all experts, and a step
-    with adapters multiplies by those of all `max_loras` adapters."""
+    """Adapters may also change routed experts. Each resident adapter then takes memory for all experts, and experts
+    multiply by all `max_loras` adapters in every step with adapters."""
 
     @property
     def compiled_rank(self) -> int:

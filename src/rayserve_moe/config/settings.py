@@ -63,8 +63,8 @@ class ServerSettings:
     exclude_tools_when_tool_choice_none: bool = False
     """Omit tools from the chat template if `tool_choice` is none. The answer is content in either case."""
     session_headers: tuple[str, ...] = ()
-    """Headers that name the session of a request, before those that are read anyway. A session never changes an
-    answer."""
+    """Additional request headers that name a session. They take precedence over the built-in ones. A session never
+    changes an answer."""
 
 
 MAX_DRAFTS = 7
@@ -189,10 +189,10 @@ class CacheSettings:
     evicts_by_session: bool = True
     """Evict cached pages of ended sessions, and branches that an edited history leaves, before others."""
     protected_share: float = _number(0.5, (0.0, 0.9))
-    """Share of the pages that hints of clients, such as TTLs, may protect from eviction while others are cached."""
+    """Maximum share of the pages that hints of clients, such as TTLs, may protect. Protected pages are evicted last."""
     max_protected_s: float = _number(30.0, (0.0, 86_400.0))
-    """Maximum seconds of such a protection; longer TTLs last this long. Longer than the pauses of agents' tools costs
-    hits, because sessions that have ended stay (docs/figures/fleet.md)."""
+    """Maximum seconds of a protection; longer TTLs last this long. Values above the pauses for tool calls cost cache
+    hits, because pages of ended sessions stay (docs/figures/fleet.md)."""
     mem_fraction: float = _number(0.8, (0.01, 1.0))
     """Fraction of the free memory given to pages if `num_pages` is 0."""
     state_fraction: float = _number(0.3, (0.0, 0.9))
@@ -293,9 +293,9 @@ class CompileSettings:
     """On a CPU: `native` computes in bfloat16 by kernels that the machine's C++ compiler builds on first use; `off`
     leaves everything to XLA. `auto` is native for a bfloat16 model on one device if the machine supports it."""
     invariant_products: str = _choice("auto", "on", "off")
-    """`on`: ids, log-probs and rows of a token do not depend on its chunk or on the other tokens of a step, to the bit.
-    Native CPU kernels always compute so; XLA on CPUs does with fixed blocks of rows, more slowly. `auto` is on where it
-    costs nothing. TPUs refuse `on`: not proven."""
+    """Compute the same bits of a token's ids, log-probs and rows in every batch. Native CPU kernels always do. XLA on
+    CPUs needs `on`, which computes fixed blocks of rows and is slower. `auto` is on if it costs nothing. `on` is an
+    error on TPUs, where equal bits are not proven."""
     cpu_level: str = _choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon")
     """Instruction set of native kernels: `auto` is the fastest level of the processor; a lower level computes as on a
     processor without the higher ones. All engines of a process share it."""

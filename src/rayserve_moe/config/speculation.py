@@ -39,7 +39,7 @@ def in_own_terms(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_speculation(settings: SpeculationSettings, *, selection: str) -> None:
-    """SettingsError where settings of speculation are at odds with each other or with how experts are selected."""
+    """Raise SettingsError if settings of speculation contradict each other or the selection of experts."""
     steps, tokens = settings.num_steps, settings.num_draft_tokens
     if settings.algorithm == "off":
         return

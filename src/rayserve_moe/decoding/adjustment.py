@@ -71,8 +71,8 @@ def adjust(
     the prompt or output. The frequency penalty is subtracted once per output of an id, the presence penalty once in
     total. Withheld ids get the lowest finite logit, which gives them probability 0.
     """
-    # A loop of 0 or 1 turns: unlike a branch, it copies nothing if it does nothing. It counts from 1, by which an
-    # estimate of the step knows that it has no turn in most steps.
+    # A loop of 0 or 1 turns: unlike a branch, it copies nothing if it does nothing. It counts from 1 to tell estimates
+    # of a step that it usually has no turn (`tools.estimate.program_ops.trips_of`).
     end = 1 + jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
 
     def change(turn: jax.Array, logits_SV: jax.Array) -> jax.Array:

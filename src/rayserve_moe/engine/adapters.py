@@ -154,7 +154,7 @@ class AdapterTable(StepExtension):
         }
 
     def _make_resident(self, key: str, needed: Collection[str]) -> int:
-        """Return a slot for an adapter: a free one, else that of the least recently used adapter without chunks."""
+        """Return a free slot for an adapter, or evict the least recently used adapter that no chunk needs."""
         taken = self._slots.values()
         slot = next((each for each in range(self._settings.num_slots) if each not in taken), None)
         if slot is None:

@@ -42,7 +42,7 @@ class PageWatch:
         return self._commands.call(partial(watch_pages, self._cycle.scheduler, events))
 
     def finish_session(self, session: str) -> Future[None]:
-        """Let the cached pages of a session leave first, except those that other requests have used."""
+        """Mark the cached pages of a session to be evicted first, except pages that other requests have used."""
         return self._commands.call(partial(finish_session, self._cycle.scheduler, session))
 
     def _queued(self) -> list[Sequence]:

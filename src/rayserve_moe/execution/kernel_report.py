@@ -160,7 +160,7 @@ def _grouped_attention(
 def _recurrence(
     own: GatedDelta | KimiDelta | Mamba2, config: ModelConfig, queries_LDK: jax.Array, dtype: str, shape: StepShape
 ) -> Choice[Any]:
-    """Return the choice for the recurrence of a mixer, whose queries have these matrices on a device."""
+    """Return the choice for a mixer's recurrence; `queries_LDK` are a device's matrices of queries."""
     kernels, key_heads = config.kernels, queries_LDK.shape[2] // own.key_dim
     heads = own.num_value_heads // config.plan.tensor_size
     pieces_of_block = shape.block_tokens // PIECE + 1
@@ -222,7 +222,7 @@ def expert_shapes(
 ) -> tuple[RoutedTokens, PlacedExperts]:
     """Return the shapes of the arguments of an expert backend, with the `experts` parameters of a device.
 
-    `hidden_TD` has the width of the rows that experts read.
+    `hidden_TD` has the width of the rows of experts (`exchanged_width`).
     """
     num_tokens, top_k = hidden_TD.shape[0], config.experts.router.top_k
     ids_TK, gates_TK = (shaped(num_tokens, top_k, dtype=dtype) for dtype in (jnp.int32, jnp.float32))

@@ -15,7 +15,7 @@ their own numbers: a token's experts are added up in their order, device after d
 """
 
 # G chunks   T tokens of a chunk   K experts per token   R ranks   N rows = R * T   A assignments of a sender = T * K
-# S local slots   P slots of all ranks   D model width = Q * V, V lanes   Y numbers that a rank tells
+# S local slots   P slots of all ranks   D model width = Q * V, V lanes   Y numbers that a rank shares
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def chunk_tokens(num_tokens: int, max_tokens: int) -> int:
 def plan_rows(slots_GTK: jax.Array, gates_GTK: jax.Array, *, config: ExpertConfig) -> RowPlan:
     """Place the rows and list the assignments of all chunks, and gather the lists of all ranks."""
     num_ranks, num_local = config.plan.num_expert_ranks, config.num_local_slots
-    axes, (num_chunks, num_tokens, top_k) = (DATA, TENSOR), slots_GTK.shape
-    num_rows, num_assigned = num_ranks * num_tokens, num_tokens * top_k
+    axes, (num_chunks, num_tokens, _) = (DATA, TENSOR), slots_GTK.shape
+    num_rows = num_ranks * num_tokens
     token_T, rank_R = np.arange(num_tokens, dtype=np.int32), np.arange(num_ranks, dtype=np.int32)
     is_for_GTKR = jax.lax.div(slots_GTK, num_local)[..., None] == rank_R
     is_sent_GTR = jnp.any(is_for_GTKR, axis=2)
@@ -131,17 +131,18 @@ def plan_rows(slots_GTK: jax.Array, gates_GTK: jax.Array, *, config: ExpertConfi
     places_GTR = jnp.where(is_sent_GTR, begin_GR[:, None] + before_GTR, num_rows)
     number_GTR = jnp.where(is_sent_GTR, rank_R * num_tokens + token_T[:, None], num_rows)
     number_GN = jax.lax.sort(jnp.swapaxes(number_GTR, 1, 2).reshape(num_chunks, num_rows), dimension=1)
+
     row_GTK = jnp.sum(jnp.where(is_for_GTKR, before_GTR[:, :, None], 0), axis=3)
     order_GTK = slots_GTK * num_tokens + token_T[:, None]
     columns = (order_GTK, row_GTK, jax.lax.bitcast_convert_type(gates_GTK, jnp.int32))
     _, row_GA, gate_GA = jax.lax.sort([array.reshape(num_chunks, -1) for array in columns], dimension=1, num_keys=1)
     slot_Y = np.arange(config.num_slots + 1, dtype=np.int32)
     begin_GP = jnp.sum(slots_GTK.reshape(num_chunks, -1, 1) < slot_Y, axis=1, dtype=jnp.int32)
-    told = [row_GA, gate_GA, begin_GP, counts_GR]
-    sizes = np.cumsum([array.shape[1] for array in told])
-    told_GY = jnp.pad(jnp.concatenate(told, axis=1), ((0, 0), (0, -sizes[-1] % LANES)))
-    heard_GRY = jnp.swapaxes(jax.lax.all_gather(told_GY, axes), 0, 1)
-    places_GRA, gates_GRA, begin_GRP, counts_GRR, _ = jnp.split(heard_GRY, sizes, axis=2)
+    own = [row_GA, gate_GA, begin_GP, counts_GR]
+    sizes = np.cumsum([array.shape[1] for array in own])
+    own_GY = jnp.pad(jnp.concatenate(own, axis=1), ((0, 0), (0, -sizes[-1] % LANES)))
+    all_GRY = jnp.swapaxes(jax.lax.all_gather(own_GY, axes), 0, 1)
+    places_GRA, gates_GRA, begin_GRP, counts_GRR, _ = jnp.split(all_GRY, sizes, axis=2)
     me = jax.lax.axis_index(axes)
     sent, received = jax.vmap(runs_between, in_axes=(0, None))(counts_GRR, me)
     base_GR = jnp.concatenate([received.at_receiver_R, jnp.sum(received.counts_R, axis=1, keepdims=True)], axis=1)
@@ -151,9 +152,7 @@ def plan_rows(slots_GTK: jax.Array, gates_GTK: jax.Array, *, config: ExpertConfi
         places_GRA,
         jax.lax.bitcast_convert_type(gates_GRA, jnp.float32),
     )
-    assert num_assigned == places_GRA.shape[2]
-    token_GN = jax.lax.rem(number_GN, num_tokens)
-    return RowPlan(token_GN, jnp.swapaxes(places_GTR, 1, 2), sent, received, lists)
+    return RowPlan(jax.lax.rem(number_GN, num_tokens), jnp.swapaxes(places_GTR, 1, 2), sent, received, lists)
 
 
 @dataclass(frozen=True)

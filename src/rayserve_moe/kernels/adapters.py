@@ -75,7 +75,7 @@ class RowAdapters(NamedTuple):
 
 
 def expert_product(rows_TI: jax.Array, pair: AdapterPair, expert: jax.Array, *, slot_T: jax.Array) -> jax.Array:
-    """Return s B (A x) of rows that all belong to one expert, by the resident adapters of that expert, float32."""
+    """Return s B (A x) of rows that all belong to `expert`, float32 [T, O]; `pair` has all experts [X, S, R, ...]."""
     a_SRI, b_SRO = (stack[expert] for stack in pair)
     return Product(a_SRI, b_SRO, slot_T[:, None] == jnp.arange(len(a_SRI))).of(rows_TI)
 
@@ -83,10 +83,11 @@ def expert_product(rows_TI: jax.Array, pair: AdapterPair, expert: jax.Array, *, 
 def grouped_products(
     rows_TI: jax.Array, pairs: Sequence[AdapterPair], sizes_P: jax.Array, *, slot_T: jax.Array
 ) -> list[jax.Array]:
-    """Return s B (A x) for several matrices of the same inputs, of rows in the order of experts, float32.
+    """Return s B (A x) of rows sorted by expert, float32 [T, O] for each pair.
 
-    `pairs` are [P, S, R, ...], the resident adapters of a layer's P experts, which have `sizes_P` rows each. All A lie
-    side by side: on a TPU, ranks up to the width of its matrix unit cost as much as one.
+    `pairs` [P, S, R, ...] are the resident adapters of a layer's P experts, for matrices with the same inputs; expert p
+    has `sizes_P[p]` rows. All A lie side by side: on a TPU, ranks up to the width of its matrix unit cost as much as
+    rank 1.
     """
     num_experts, num_slots, rank, _ = pairs[0].a_LSRI.shape
     a_PQI = [pair.a_LSRI.reshape(num_experts, num_slots * rank, -1) for pair in pairs]

@@ -130,11 +130,12 @@ class PagedKernels(NamedTuple):
 
 
 class ProjectedRows(NamedTuple):
-    """Rows of a layer's products: tokens, their rotation, and the places of their adapters if the step has any."""
+    """Tokens that the products of a layer read."""
 
     normed_TD: jax.Array
     rotation: Rotation
     place_T: jax.Array | None
+    """Place of each token's adapter (`TokenAdapters`); None for a step without adapters."""
 
     def adapters(self, of_layer: LayerAdapters | None) -> LayerAdapters | None:
         """Return the adapters of these rows."""
@@ -176,15 +177,15 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
     Norms, biases and sinks may be absent; the caller adds the output's bias. `kv_pages` is [L * pages, page, G, h + v],
     or has other rows that `project` returns and the kernels read. Page p of layer l lies at l * pages + p, or as
     `batch.layer_pages` assigns. `decode` attends the single tokens, `prefill` the blocks; `project` has the signature
-    of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends. `by_rows` computes what
-    is row by row.
+    of `project_rows`. `write_and_decode` replaces `decode` and writes the rows that it attends. `by_rows` applies the
+    functions that treat rows independently.
     """
     weights, batch, rotation, layer, singles, projected, _, chosen_TGK, adapters = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
     with jax.named_scope("projections"):
         of_layer = {name: stacked[layer] for name, stacked in weights.items()}
 
-        def make(part: ProjectedRows) -> tuple[jax.Array, jax.Array]:
+        def project_part(part: ProjectedRows) -> tuple[jax.Array, jax.Array]:
             return project(
                 part.normed_TD,
                 of_layer,
@@ -195,7 +196,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
             )
 
         inputs_T = ProjectedRows(normed_TD, rotation, adapters and adapters.tokens.place_T)
-        queries, rows = projected or by_rows(make, inputs_T)
+        queries, rows = projected or by_rows(project_part, inputs_T)
     rows = paired_rows(rows) if is_paired(kv_pages.dtype) else rows
     num_late = batch.num_singles if write_and_decode else 0
     step = PagedStep(batch, first_page, rows, num_late, chosen_TGK)
@@ -226,7 +227,7 @@ def output_product(
     function: str,
     adapters: LayerAdapters | None,
 ) -> jax.Array:
-    """Return the product of a layer's attended values [T, H, v], times their gates, with its output matrix."""
+    """Gate a layer's attended values [T, H, v] and multiply them by its output matrix; return float32 [T, D]."""
     part, attended_THh = rows
     own = part.adapters(adapters)
     attended_THh = gated(attended_THh, part.normed_TD, weights, function=function, adapters=own)

@@ -33,7 +33,7 @@ from rayserve_moe.kernels.row_blocks import ROWS_PER_BLOCK, in_blocks
 from rayserve_moe.kernels.token_index import choose_layer_tokens
 
 QUERIES_PER_PART = 8
-"""Queries of a block of attention. A single token costs as much as that many."""
+"""Queries of a block of attention. A single token costs as much as a full block."""
 
 
 def attend(queries_BQHh: jax.Array, kv_pages: jax.Array, places: BlockPlaces, **knobs: Any) -> jax.Array:
@@ -46,7 +46,7 @@ def attend(queries_BQHh: jax.Array, kv_pages: jax.Array, places: BlockPlaces, **
 
 
 def choose_by_parts(*scoring: Any, choose: Callable[..., jax.Array], **knobs: Any) -> jax.Array:
-    """Choose tokens or blocks in parts; `scoring` are arrays of queries, the pool of keys, and the places."""
+    """Choose tokens or blocks in parts; `scoring` are arrays of queries, then the pool of keys and the places."""
     *arrays, key_pages, places = scoring
 
     def compute(arrays: tuple[jax.Array, ...], places: BlockPlaces) -> jax.Array:
@@ -76,7 +76,7 @@ SPARSE_LATENTS = replace(
 
 
 def by_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose first argument has rows, in blocks."""
+    """Return a function that applies `function` to blocks of its first argument's rows."""
 
     def compute(rows: jax.Array, *others: Any, **named: Any) -> Any:
         return in_blocks(lambda block: function(block, *others, **named), rows)
@@ -115,7 +115,7 @@ def gumbel_noise(
 
 
 def invariant(kernels: Kernels, *, name: str) -> Kernels:
-    """Return a table of XLA's kernels with every operation in blocks of fixed sizes, under a `name` of its own."""
+    """Return a table of XLA's kernels that computes every operation in blocks of fixed sizes."""
     multiply = partial(expert_products.multiply_in_blocks, block_rows=ROWS_PER_BLOCK)
     sums = partial(expert_products.sum_results, multiply=multiply, by_rows=in_blocks)
     device_sums = replace(DEVICE_SUMS.run, sum_experts=partial(reference_sums.sum_experts, multiply=multiply))

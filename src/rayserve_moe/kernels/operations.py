@@ -116,7 +116,7 @@ class RecurrenceKernels:
     """The whole layer: projections, both functions above and the output product
     (`cpu_native.delta_call.advance_layer`). May be absent."""
     advance_mamba2_layer: Callable[..., tuple[jax.Array, gated_delta.DeltaPools]] | None = None
-    """The same for a Mamba-2 layer (`cpu_native.mamba2_call.advance_layer`). May be absent."""
+    """The whole Mamba-2 layer (`cpu_native.mamba2_call.advance_layer`). May be absent."""
     decay_places: int = 0
     """Places of a head in a ring of decays [R, H, places]; 0 for rings [R, C, H, 1] (`gated_delta.DeltaPools`)."""
 
@@ -172,7 +172,7 @@ class Kernels:
     add_norm: Operation = ADD_NORM
     """`layers.add_and_norm`."""
     by_rows: ByRows = at_once
-    """Computes the functions of rows that are no operation of their own."""
+    """Applies functions that treat rows independently and are not operations of this table."""
     dtype: str = ""
     """The only dtype that the kernels compute in; empty: any."""
     compiler_options: Mapping[str, str | bool] = field(default_factory=dict, hash=False)

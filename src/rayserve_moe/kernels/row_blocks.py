@@ -13,20 +13,20 @@ import jax
 import jax.numpy as jnp
 
 ByRows = Callable[[Callable[[Any], Any], Any], Any]
-"""Computes a function of rows: a tree of arrays [T, ...] to a tree of arrays [T, ...], row by row independent."""
+"""Applies a function to a tree of arrays [T, ...]. The function returns such a tree and treats rows independently."""
 
 ROWS_PER_BLOCK = 32
 
 
 def at_once(function: Callable[[Any], Any], rows: Any) -> Any:
-    """Compute a function of all rows."""
+    """Apply a function to all rows together."""
     return function(rows)
 
 
 def in_blocks(function: Callable[[Any], Any], rows: Any) -> Any:
-    """Compute a function of rows in blocks of `ROWS_PER_BLOCK`; zeros fill the last block.
+    """Apply a function to rows in blocks of `ROWS_PER_BLOCK`; zeros fill the last block.
 
-    XLA removes a loop with a single turn. The barriers keep what is around it from being fused with its body.
+    XLA inlines a loop with a single turn. The barriers then prevent fusions of its body with the code around it.
     """
     num_rows = len(jax.tree.leaves(rows)[0])
     num_blocks = -(-num_rows // ROWS_PER_BLOCK)

@@ -65,14 +65,14 @@ def choose_layer_tokens(  # noqa: PLR0913 (kernels, by keyword)
     of_layer = {name: weights[name][layer] for name in (*INDEX, *QUERY_LATENTS) if name in weights}
     with jax.named_scope("index_projections"):
 
-        def make(part: ProjectedRows) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def project_part(part: ProjectedRows) -> tuple[jax.Array, jax.Array, jax.Array]:
             own = part.adapters(inputs.adapters)
             queries_TAd = _queries(part.normed_TD, of_layer, part.rotation, config=config, adapters=own)
             weights_TA = _head_weights(part.normed_TD, of_layer["index_weights_LDA"], queries_TAd.shape[-1])
             return _keys(part.normed_TD, of_layer, part.rotation, config), queries_TAd, weights_TA
 
         place_T = inputs.adapters and inputs.adapters.tokens.place_T
-        keys_T1d, queries_TAd, weights_TA = by_rows(make, ProjectedRows(normed_TD, rotation, place_T))
+        keys_T1d, queries_TAd, weights_TA = by_rows(project_part, ProjectedRows(normed_TD, rotation, place_T))
     with jax.named_scope("index_update"):
         slots_T = batch.kv_slots_T + first_page * key_pages.shape[1]
         key_pages = write_rows(key_pages, rows_of(keys_T1d), slots_T)

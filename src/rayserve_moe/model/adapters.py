@@ -28,7 +28,7 @@ class AdaptedMatrix(NamedTuple):
 
     @property
     def slots(self) -> tuple[tuple[int, str], ...]:
-        """Return size and logical axis of the expert slots, or nothing for a matrix outside of experts."""
+        """Return ((size, logical axis),) of the expert slots; () for a matrix that is not of experts."""
         return ((self.spec.shape[1], "expert_slots"),) if self.spec.num_experts else ()
 
     @property
@@ -60,8 +60,8 @@ def adapter_shapes(
 ) -> AdapterStacks:
     """Return shapes and shardings of `num_slots` resident adapters, or without that dimension of a single one.
 
-    They are [L, S, R, I] and [L, S, R, O], of experts [L, P, S, R, ...]. Expert slots, inputs and outputs are sharded
-    like the matrix.
+    They are [L, S, R, I] and [L, S, R, O], or [L, P, S, R, ...] for experts. Expert slots, inputs and outputs are
+    sharded like the matrix.
     """
     stacks: AdapterStacks = {}
     resident = () if num_slots is None else ((num_slots, None),)

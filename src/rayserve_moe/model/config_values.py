@@ -195,8 +195,18 @@ def object_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
+KIMI_KEYS = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""Shared key of each key that Kimi-Linear and Ling 3.0 spell differently."""
+
+
 def with_shared_keys(config: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the config with the names that families share; `names` are by the name in the family's files."""
+    """Return the config with values also under shared keys; `names` maps keys of the family to shared keys."""
     return {**config, **{shared: config[own] for own, shared in names.items() if config.get(own) is not None}}
 
 

@@ -45,11 +45,14 @@ class PeriodOutputs(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Indices of a layer: in the model, among layers with its mixer, and among layers with its feed-forward network."""
+    """Indices of a layer."""
 
     layer: jax.Array
+    """In the model."""
     of_mixer: jax.Array
+    """Among layers with the same kind of mixer."""
     of_ffn: jax.Array
+    """Among layers with the same kind of feed-forward network."""
     of_norm: jax.Array
     """Among layers with any feed-forward network."""
 
@@ -161,7 +164,7 @@ def add_mixer(
     inputs: StepInputs,
     config: ModelConfig,
 ) -> LayerCarry:
-    """Compute a mixer with its norm; its output is the addend of the carry."""
+    """Compute a mixer with its norm; return the carry with its output as the addend."""
     mixer, own, weights = MIXERS[kind.mixer], config.spec.mixer(kind.mixer), params[kind.mixer]
     hidden_TD, added_TD, layer, pools = carry.hidden_TD, carry.added_TD, place.of_mixer, {**carry.pools, **carry.passed}
     begun, of_layer = None, LayerInputs(weights, inputs, layer, config)

@@ -1,7 +1,7 @@
 """Verdicts about trajectories: claimed rows, log-probs and sampling masks against a server's own of the same tokens.
 
 A forced pass computes the claimed rows and records the router's own choice beside them, so that each difference is its
-layer's own. A failing trajectory takes a free pass, which shows why it fails by its rows and log-probs.
+layer's own. A failing trajectory takes a free pass; its rows and log-probs show why the trajectory fails.
 """
 
 # T tokens   R claimed rows, the first R of T   M MoE layers   K experts per token   O output tokens

@@ -232,7 +232,7 @@ class GenerationRequest(RequestedAdapter, RequestedEvidence):
     constraint: Constraint | None = None
     """Constraint of the answer."""
     session: str | None = None
-    """Key of its session, which tells tenants apart; None for none. The answer does not depend on it."""
+    """Key of its session, distinct for each tenant; None without a session. The answer does not depend on it."""
     retention: Retention = NO_RETENTION
     """Hints about its cached pages."""
 

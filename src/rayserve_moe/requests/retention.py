@@ -9,7 +9,7 @@ class Retention(NamedTuple):
     """Hints about the cached pages of a request. They change the order of eviction, never an answer."""
 
     protected: tuple[tuple[int, float], ...] = ()
-    """Pairs of a number of first tokens, and the seconds after the request's end for which they are protected."""
+    """Pairs (number of first tokens, seconds of their protection after the end of the request)."""
     ends_session: bool = False
     """True if its session has no further request."""
 

@@ -69,7 +69,7 @@ class Asking:
 
     @property
     def reads_event_ids(self) -> bool:
-        """True if the client may read ids of events.
+        """Return True if the client may read ids of events.
 
         One that only names its request in a header, as for a log, may expect lines of data and nothing else.
         """

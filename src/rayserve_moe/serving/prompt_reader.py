@@ -52,8 +52,8 @@ class PromptReaders:
 class PromptReader:
     """Reader of bodies for a router whose replicas name pages with `key`.
 
-    `served_name` is the served model's; None for servers without adapters beside the weights, where all prompts share
-    pages.
+    `served_name` is the name of the served model. It is None for servers without adapters beside the weights, where a
+    body's model does not change the pages of its prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, key: bytes, served_name: str | None = None) -> None:

@@ -84,7 +84,7 @@ def _ttl_s(control: Any) -> float:
 
 
 def _ranges(config: Any) -> Iterator[tuple[int, float]]:
-    """Yield the protected ranges of TensorRT-LLM's configuration: a range needs the pages of all tokens before it."""
+    """Yield the protected ranges of TensorRT-LLM's configuration as (end, seconds); each begins at the first token."""
     if config is None:
         return
     param = "kv_cache_retention_config"

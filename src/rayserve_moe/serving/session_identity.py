@@ -40,7 +40,10 @@ _SCOPE_KEY = "rayserve_moe.session"
 
 
 def named_in_body(fields: Mapping[str, Any]) -> str:
-    """Return the session that a parsed body names; empty for none. Tinker names a request's order, not a session."""
+    """Return the session that a parsed body names; empty for none.
+
+    Tinker's bodies name no session: sampler and order stand for it.
+    """
     names = (_text_at(fields, path) for path in FIELDS)
     if name := next(filter(None, names), ""):
         return name
@@ -63,7 +66,7 @@ def session_name(scope: Scope, *, first_headers: Iterable[str] = ()) -> str:
 def session_key(name: str, *, scope: Scope, cache_salt: str) -> str | None:
     """Return the key of a named session, of fixed length; None without a name.
 
-    It depends on the API key and the cache salt: who has another key or salt cannot name the session.
+    It depends on the API key and the cache salt: callers with another key or salt cannot name the session.
     """
     if not name:
         return None

@@ -35,7 +35,7 @@ class PagedState:
 
     @property
     def num_in_use(self) -> int:
-        """Pages that some running sequence sees or will see."""
+        """Return the number of pages that a running sequence sees or will see."""
         return self._num_pages - 1 - len(self._free) - len(self._idle)
 
     def usable_after(self, page_ids: np.ndarray) -> np.ndarray:

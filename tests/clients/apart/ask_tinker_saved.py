@@ -1,4 +1,4 @@
-"""Sample by saved weights with Tinker's client; write what it returns as JSON."""
+"""Sample by saved weights with Tinker's client; write the tokens and the error of an absent path as JSON."""
 
 import json
 import sys

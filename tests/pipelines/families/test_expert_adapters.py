@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from tests.pipelines.families.test_unmerged_adapters import answers_of
+from tests.pipelines.families.test_unmerged_adapters import check_merged
 from tests.support.checkpoints.adapters import make_adapter_beside
 from tests.support.engine.shared_settings import CORE
 from tests.support.models.families import FAMILY_CASES
@@ -45,17 +44,4 @@ def test_adapters_of_experts_answer_as_their_merged_checkpoints(
             make_adapter_beside(core_checkpoint, seed=seed, rank=rank, experts=layout)
             for seed, (rank, layout) in enumerate(ADAPTERS)
         ]
-        for number, adapter in enumerate(made):
-            outcome = engine.load_lora_adapter(adapter.write(tmp_path / f"{number}"), lora_name=f"a{number}")
-            assert outcome.success, outcome.message
-        base = answers_of(engine, None)
-        ours = [answers_of(engine, f"a{number}") for number in range(len(made))]
-        assert answers_of(engine, None) == base
-        for number, adapter in enumerate(made):
-            merged = adapter.write_merged(core_checkpoint, tmp_path / f"merged {number}")
-            assert engine.update_weights_from_disk(merged).success
-            wanted = answers_of(engine, None)
-            for found, expected in zip(ours[number], wanted, strict=True):
-                assert (found[0], found[2]) == (expected[0], expected[2])
-                np.testing.assert_allclose(found[1], expected[1], atol=1e-5, rtol=0)
-            assert [ids for ids, *_ in wanted] != [ids for ids, *_ in base]
+        check_merged(engine, made, core_checkpoint, tmp_path)

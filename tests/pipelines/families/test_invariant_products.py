@@ -1,4 +1,4 @@
-"""The bits of a token in any step, for every family."""
+"""A token has the same bits in any step, for every family."""
 
 from __future__ import annotations
 

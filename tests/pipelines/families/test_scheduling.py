@@ -110,7 +110,7 @@ def test_cached_prompts_come_to_the_same(one_device: HostRunner, card: ModelCard
 
 
 DENSE = re.compile(r"\.layers\.(\d+)\.(?:mlp\.gate(?:_up)?|mixer\.(?:in|q|up))_proj\.weight$")
-"""Name of the gate of a dense MLP, alone or in one tensor with up; or of a layer's only part, which is not experts."""
+"""Name of a dense MLP's gate, alone or in one tensor with up, or of the only part of a layer without experts."""
 EXPERTS_OF_LAYER = re.compile(r"\.layers\.(\d+)\.experts\.")
 """Name of a tensor of experts that stand beside the MLP of their layer."""
 

@@ -22,9 +22,9 @@ from tests.support.speculation.draft_checkpoints import with_prediction_layer
 from tests.support.speculation.random_requests import DRAFTS, PLAIN, SPECULATES, random_requests
 
 BEHIND = ("deepseek_v3-0", "glm4_moe-0", "deepseek_v32-0", "glm_moe_dsa-1")
-"""The layer stands behind the last one, and is of its kind."""
+"""Models whose prediction layer follows the last layer and has its kind."""
 BESIDE = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0", "bailing_hybrid-0")
-"""The layer stands beside recurrent layers. It has full attention, also where the last layer is recurrent."""
+"""Models with recurrent layers. The prediction layer has full attention, even if the last layer is recurrent."""
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 

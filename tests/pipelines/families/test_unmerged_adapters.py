@@ -10,7 +10,7 @@ import pytest
 
 from rayserve_moe import Engine
 from tests.pipelines.families.conftest import families
-from tests.support.checkpoints.adapters import make_adapter_beside
+from tests.support.checkpoints.adapters import MadeAdapter, make_adapter_beside
 from tests.support.engine.shared_settings import CORE
 
 pytestmark = [pytest.mark.slow, families()]
@@ -28,22 +28,28 @@ def test_an_adapter_beside_the_weights_answers_as_its_merged_checkpoint(
         str(core_checkpoint), **CORE, **kernel_settings, devices_per_host=num_devices, max_loras=2, max_lora_rank=4
     ) as engine:
         made = [make_adapter_beside(core_checkpoint, seed=seed, rank=rank) for seed, rank in ((1, 4), (2, 3))]
-        for number, adapter in enumerate(made):
-            outcome = engine.load_lora_adapter(adapter.write(tmp_path / f"{number}"), lora_name=f"a{number}")
-            assert outcome.success, outcome.message
-        base = answers_of(engine, None)
-        ours = [answers_of(engine, f"a{number}") for number in range(len(made))]
-        assert answers_of(engine, None) == base
-        for number, adapter in enumerate(made):
-            merged = adapter.write_merged(core_checkpoint, tmp_path / f"merged {number}")
-            assert engine.update_weights_from_disk(merged).success
-            wanted = answers_of(engine, None)
-            for (ids, logprobs, rows), (wanted_ids, wanted_logprobs, wanted_rows) in zip(
-                ours[number], wanted, strict=True
-            ):
-                assert ids == wanted_ids and rows == wanted_rows
-                np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-5, rtol=0)
-            assert [ids for ids, *_ in wanted] != [ids for ids, *_ in base]
+        check_merged(engine, made, core_checkpoint, tmp_path)
+
+
+def check_merged(engine: Engine, made: list[MadeAdapter], checkpoint: Path, tmp_path: Path) -> None:
+    """Check that adapters answer as merged checkpoints, and that the base model's answers do not change.
+
+    Ids and rows are equal, and log-probs are within 1e-5. The engine ends with the last merged checkpoint.
+    """
+    for number, adapter in enumerate(made):
+        outcome = engine.load_lora_adapter(adapter.write(tmp_path / f"{number}"), lora_name=f"a{number}")
+        assert outcome.success, outcome.message
+    base = answers_of(engine, None)
+    ours = [answers_of(engine, f"a{number}") for number in range(len(made))]
+    assert answers_of(engine, None) == base
+    for number, adapter in enumerate(made):
+        merged = adapter.write_merged(checkpoint, tmp_path / f"merged {number}")
+        assert engine.update_weights_from_disk(merged).success
+        wanted = answers_of(engine, None)
+        for (ids, logprobs, rows), (wanted_ids, wanted_logprobs, wanted_rows) in zip(ours[number], wanted, strict=True):
+            assert ids == wanted_ids and rows == wanted_rows
+            np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-5, rtol=0)
+        assert [ids for ids, *_ in wanted] != [ids for ids, *_ in base]
 
 
 def answers_of(engine: Engine, name: str | None) -> list[tuple[Any, ...]]:

@@ -13,7 +13,10 @@ MIN_CACHED = 500
 
 
 def check_cached_prompts(runner: HostRunner, card: ModelCard, alone: Outcomes) -> None:
-    """Run the workload twice; AssertionError if an outcome differs or few prompt tokens are cached."""
+    """Run the workload twice.
+
+    Raises: AssertionError if an outcome differs or at most MIN_CACHED prompt tokens are cached.
+    """
     cycle = cycle_for(runner, card, WAY)
     for _ in range(2):
         found = run_on(cycle, card, mixed_workload())

@@ -53,7 +53,7 @@ SMALL: dict[str, Any] = {
 }
 """Settings of an engine with few rows and pages that returns routing rows."""
 INDEXED: dict[str, Any] = {**SMALL, "structured_output": False, "enable_return_indexer_topk": True}
-"""The same with index rows."""
+"""`SMALL` with index rows."""
 MOVING: dict[str, Any] = {
     "enable_eplb": True,
     "eplb_slots_per_step": 1,

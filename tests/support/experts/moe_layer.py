@@ -166,7 +166,7 @@ class MoeRun:
         )
 
     def __call__(self, placement: ExpertPlacement | None = None, **changes) -> MoeResult:
-        """Run one layer; `changes` replace hidden, router, valid, layer or capacity_factor, or give tokens adapters."""
+        """Run a layer; `changes` replace hidden, router, valid, layer, capacity_factor, pairs or adapter_T."""
         return MoeResult(*map(np.asarray, self.on_devices(placement, **changes)))
 
     def on_devices(self, placement: ExpertPlacement | None = None, *, layer: int = 1, **changes) -> list[jax.Array]:

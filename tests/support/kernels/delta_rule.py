@@ -334,7 +334,7 @@ def a_ring_without_its_last_tile() -> None:
 
 
 def decays_that_stay() -> None:
-    """Sums of decays by element stay in the core's memory."""
+    """Skip the writes of decays by element."""
     writes = delta_visits._row_writes
 
     def without_decays(*given: Any) -> Iterator[Any]:
@@ -368,7 +368,7 @@ def prepared(name: str) -> Callable[[], Outcome]:
 
 
 if __name__ == "__main__":
-    # XLA on CPUs may compute a value anew at each use, and with other fused multiply-adds, which round it differently.
-    # TPUs compute it once.
+    # XLA on CPUs may recompute a value at each use, with other fused multiply-adds and therefore other roundings. TPUs
+    # compute it once.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
     print_outcomes(prepared)

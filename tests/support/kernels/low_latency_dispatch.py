@@ -47,8 +47,8 @@ from tests.support.session.xla_flags import process_flags
 
 SIZES = DispatchSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
 IN_BLOCKS, ON_TWO_CORES, BY_DEVICE, FEW_TOKENS = "in blocks: ", "on two cores: ", "by device: ", "few tokens: "
-"""Before the name of a case: experts are read in two blocks, and rows of a slot taken in groups of one tile; a device
-has two cores, and three slots for them; results are added up device by device; a slot may well have no rows.
+"""Prefixes of cases: experts are read in two blocks, and rows of a slot in groups of one tile; a device has two cores
+and three slots; results are added up device by device; slots often have no rows.
 """
 WIDTHS: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 DRAWN = Drawn(scale=0.05, norm_jitter=0.2)
@@ -319,7 +319,7 @@ def no_wait_for_weights() -> None:
 
 
 def copy_as_soon_as_begun() -> None:
-    """Have copies made when they begin: the interpreter else makes none that nothing waits for."""
+    """Let the interpreter make copies when they begin; by default it skips copies that nothing waits for."""
     dispatch = low_latency_dispatch.dispatch_experts
     low_latency_dispatch.dispatch_experts = lambda *arguments, interpret, **sizes: dispatch(
         *arguments, interpret=replace(interpret, dma_execution_mode="eager"), **sizes
@@ -327,21 +327,21 @@ def copy_as_soon_as_begun() -> None:
 
 
 def early_weights_never_waited_for() -> None:
-    """Weights that are read early are overwritten on their way if the first slot has no rows."""
-    go_on, first_copies = low_latency_dispatch.go_on_with_weights, dispatch_weights._first_copies
+    """Skip the wait for early weights: if the first slot has no rows, other weights overwrite them in flight."""
+    read_first, first_copies = low_latency_dispatch.read_first_weights, dispatch_weights._first_copies
     copy_as_soon_as_begun()
 
     def wrong(*arguments) -> None:
         dispatch_weights._first_copies = lambda *place: [Unawaited(copy) for copy in first_copies(*place)]
-        go_on(*arguments)
+        read_first(*arguments)
         dispatch_weights._first_copies = first_copies
 
-    low_latency_dispatch.go_on_with_weights = wrong
+    low_latency_dispatch.read_first_weights = wrong
 
 
 @dataclass(frozen=True)
 class Unawaited:
-    """A copy that is begun, but not waited for."""
+    """Copy that starts, but is never waited for."""
 
     copy: Any
 
@@ -349,14 +349,14 @@ class Unawaited:
         self.copy.start()
 
     def wait(self) -> None:
-        """Wait for nothing."""
+        """Return at once."""
 
 
 def early_weights_read_again() -> None:
-    """The first slot's weights are begun once more when its rows are known."""
-    go_on = low_latency_dispatch.go_on_with_weights
+    """Begin the copies of the first slot's weights once more when its rows are known."""
+    read_first = low_latency_dispatch.read_first_weights
     copy_as_soon_as_begun()
-    low_latency_dispatch.go_on_with_weights = lambda *arguments: go_on(*arguments[:-1], 0)
+    low_latency_dispatch.read_first_weights = lambda *arguments: read_first(*arguments[:-1], 0)
 
 
 def scales_of_the_next_slot() -> None:

@@ -280,7 +280,7 @@ def no_wait_for_pages() -> None:
 
 
 class NextBuffer:
-    """Buffers of the stream, each taken for the one before it."""
+    """Buffers of the stream, shifted by one."""
 
     def __init__(self, blocks: Any) -> None:
         self.at, self.blocks = self, blocks

@@ -60,7 +60,7 @@ VOCAB_SIZE = CORE_CONFIG.vocab_size
 
 
 def is_exact(engine: Engine) -> bool:
-    """Whether a row's bits depend on nothing but the row."""
+    """Return True if a row's bits depend on nothing but the row."""
     return engine.runner.config.kernels.name in (CPU_INVARIANT.name, CPU_NATIVE.name)
 
 
@@ -161,7 +161,7 @@ def _forced(generator: np.random.Generator, request: GenerationRequest, layout: 
 
 
 def _of_session(generator: np.random.Generator, request: GenerationRequest) -> GenerationRequest:
-    """The request as one of a session, with hints about its pages, in half of the cases."""
+    """Return the request, half of the time in a session and with random hints about its pages."""
     if generator.random() < 0.5:
         return request
     protected = ((int(generator.integers(1, len(request.prompt_ids) + 1)), float(generator.integers(1, 60))),)

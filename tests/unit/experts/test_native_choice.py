@@ -1,4 +1,4 @@
-"""The router's own choice beside computed experts, with the margin that the computed ones lack."""
+"""Router's own choice beside the computed experts, with the margin of its score over theirs."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_row_has_the_same_bits_alone_by_native_kernels():
 @pytest.mark.parametrize("has_blocks", [False, True])
 @pytest.mark.parametrize("multiply", [multiply_in_blocks, multiply_by_ragged_dot])
 def test_experts_of_8_bits_take_adapters(multiply: Callable[..., jax.Array], has_blocks: bool):
-    """Nothing is rounded to 8 bits: results are those of the same numbers in float32."""
+    """Adapters are not rounded to 8 bits: results equal those of the same numbers in float32."""
     adapters = RowAdapters(
         ExpertAdapters(*(AdapterPair(*map(jnp.asarray, pair)) for pair in PAIRS)), jnp.asarray(ADAPTER_T, jnp.int32)
     )

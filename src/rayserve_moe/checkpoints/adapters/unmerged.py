@@ -23,13 +23,12 @@ from rayserve_moe.model.param_spec import ParamSpec
 
 
 class HeldPair(NamedTuple):
-    """Matrices of an adapter for a parameter, over its layers, padded to the rank of the programs.
-
-    Those of experts are [L, E, R, I] and [L, E, R, O].
-    """
+    """Matrices of an adapter for a parameter, stacked over its layers and padded to the rank of the programs."""
 
     a_LRI: np.ndarray
+    """A; [L, E, R, I] for experts."""
     b_LRO: np.ndarray
+    """B times the scale; [L, E, R, O] for experts."""
 
 
 HeldAdapter = Mapping[tuple[str, str], HeldPair]
@@ -90,7 +89,7 @@ def _zeros(matrix: AdaptedMatrix, rank: int, dtype: str) -> HeldPair:
 
 
 def _pieces(place: TensorPlace, addition: Addition) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the matrices that an addition changes: index by layer and expert, and number in the addition."""
+    """Yield each changed matrix: its index (layer,) or (layer, expert), and its number in the addition."""
     if not place.spec.num_experts or not place.spec.file.has_all_experts:
         yield place.stack_index, 0
     elif addition.expert is not None:
@@ -104,9 +103,9 @@ class _Columns(NamedTuple):
     """Columns of a parameter that an addition changes."""
 
     held: np.ndarray
-    """Their index in the parameter."""
+    """Indices in the parameter, ascending."""
     rows: np.ndarray
-    """The output of the addition for each."""
+    """Output of the addition for each of these columns."""
 
     @classmethod
     def of(cls, addition: Addition, spec: ParamSpec) -> _Columns:
@@ -119,7 +118,10 @@ class _Columns(NamedTuple):
 
 
 def _fill(a_RI: np.ndarray, b_RO: np.ndarray, addition: Addition, *, number: int, columns: _Columns) -> None:
-    """Write a matrix of an addition into the columns that a parameter holds."""
+    """Write matrix `number` of an addition into A [R, I] and into `columns` of B [R, O].
+
+    An addition whose experts share a matrix has only one.
+    """
     from_file_RI = addition.a_NRI[number % len(addition.a_NRI)]
     from_file_OR = addition.b_NOR[number % len(addition.b_NOR)][columns.rows]
     scaled_OR = cast(from_file_OR, np.dtype(np.float32)) * np.float32(addition.scale)

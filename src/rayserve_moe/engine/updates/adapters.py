@@ -107,7 +107,7 @@ class AdapterLoads:
             return self.table.unload(name)
 
     def _drop(self, keys: Sequence[str], *, generation: int) -> None:
-        """Drop adapters from the hosts. If one is lost meanwhile, its replacement does not receive them."""
+        """Drop adapters from the hosts. If a host is lost meanwhile, its replacement does not receive them."""
         try:
             self.executor.adapters.drop(keys)
         except ExecutorFailure as failure:

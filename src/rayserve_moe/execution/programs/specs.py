@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,16 +89,8 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         *(_draft_program(size, served, config=config, state=state) for size in draft_sizes(served)),
         *(_gather_program(size, served, config=config) for size in probed_sizes(served)),
         _probe_program(served, config=config),
+        *_adapter_programs(served, config=config),
     ]
-    if (stacks := resident_adapters(served)) is not None:
-        given = {"adapter": single_adapter(served), "slot": _integers(served)}
-        put = partial(put_adapter, config=config.model)
-        programs.append(Program(PUT_ADAPTER, put, (stacks,), given, donated=0))
-    if (rows := layer_shapes(served)) is not None and stacks is not None:
-        given = {"rows": rows, "layer": _integers(served)}
-        programs.append(
-            Program(PUT_LAYER, partial(put_layer, config=config.model), (stacks[EXPERTS],), given, donated=0)
-        )
     if served.staging is None:
         return programs
     held = expert_state(weights, config=config.model), served.staging
@@ -109,6 +101,18 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         Program(FETCH, partial(fetch, config=config.model), held, to_fetch, donated=1),
         Program(SWAP, partial(swap, config=config.model), held, to_swap, donated=0),
     ]
+
+
+def _adapter_programs(served: ServedModel, *, config: StepConfig) -> Iterator[Program]:
+    """Yield the programs that change the resident adapters, if the server has any."""
+    stacks, rows = resident_adapters(served), layer_shapes(served)
+    if stacks is None:
+        return
+    given = {"adapter": single_adapter(served), "slot": _integers(served)}
+    yield Program(PUT_ADAPTER, partial(put_adapter, config=config.model), (stacks,), given, donated=0)
+    if rows is not None:
+        given = {"rows": rows, "layer": _integers(served)}
+        yield Program(PUT_LAYER, partial(put_layer, config=config.model), (stacks[EXPERTS],), given, donated=0)
 
 
 def step_name(shape: StepShape) -> str:

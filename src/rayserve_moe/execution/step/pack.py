@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,6 +69,24 @@ def unforced(layout: IndexLayout, *, num_ranks: int) -> tuple[np.ndarray, np.nda
     return np.full(tokens, _NO_TOKEN, np.int32), np.full(chosen, -1, np.int32)
 
 
+class _Cut(NamedTuple):
+    """Chunks of a plan as single tokens and blocks of a shape, an element per chunk."""
+
+    shape: StepShape
+    ranks: np.ndarray
+    rows: np.ndarray
+    """Rows within their ranks."""
+    is_single: np.ndarray
+    takes_blocks: np.ndarray
+    """True for chunks in blocks; others are single tokens or empty."""
+    blocks: np.ndarray
+    """Numbers of blocks."""
+    singles_before: np.ndarray
+    blocks_before: np.ndarray
+    samples_before: np.ndarray
+    """Numbers of single tokens, blocks and samples of earlier chunks of the same rank."""
+
+
 class Packer:
     """Packer of plans for ranks of `rows_per_rank` rows into the compiled `shapes`."""
 
@@ -117,57 +136,67 @@ class Packer:
         planned = plan.chunks
         if self._num_ranks == 1 and plan.adapters is None and not plan.has_blocks and not planned.num_forks:
             return self._pack_singles(plan, with_changes=with_changes)
-        ranks, rows = np.divmod(planned.rows, self.rows_per_rank)
-        starts, lengths, block = planned.starts, planned.lengths, self._block_tokens
-        takes_blocks = lengths > 1
-        takes_blocks[plan.block_work.chunks] = True
-        blocks = np.where(takes_blocks, -(-lengths // block), 0)
-        is_single = ~takes_blocks & (lengths > 0)
-        singles_before, num_singles = self._on_ranks(is_single, ranks)
-        blocks_before, num_blocks = self._on_ranks(blocks, ranks)
-        samples_before, num_samples = self._on_ranks(planned.samples, ranks)
-        max_singles = max(*num_singles, *num_samples)
-        shapes = [shape for shape in self.shapes if bool(shape.num_adapters) == (plan.adapters is not None)]
-        shape = choose_shape(shapes, num_singles=max_singles, num_blocks=max(num_blocks))
-        layout, at = self.layouts[shape], self.layouts[shape].slices
-        vectors = np.repeat(layout.padding[None], self._num_ranks, axis=0)
+        cut, lengths = self._cut(plan), planned.lengths
+        shape, at = cut.shape, self.layouts[cut.shape].slices
+        vectors = np.repeat(self.layouts[shape].padding[None], self._num_ranks, axis=0)
+        self._fill_chunks(vectors, plan, cut=cut, at=at)
 
-        singles = np.flatnonzero(is_single)
-        of_singles = ranks[singles], singles_before[singles]
-        vectors[:, at.single_rows][of_singles] = rows[singles]
-        vectors[:, at.single_positions][of_singles] = starts[singles]
-        chunks, index = np.repeat(np.arange(len(blocks)), blocks), _offsets(blocks)
-        of_blocks = ranks[chunks], blocks_before[chunks] + index
-        vectors[:, at.block_rows][of_blocks] = rows[chunks]
-        vectors[:, at.block_starts][of_blocks] = starts[chunks] + index * block
-        vectors[:, at.block_counts][of_blocks] = np.minimum(lengths[chunks] - index * block, block)
-
-        if plan.adapters is not None:
-            index_of = _fill_adapters(vectors, plan.adapters.slots, ranks, at=at)
-            places_of = vectors[:, at.adapter_places]
-            places_of[of_singles] = index_of[singles]
-            places_of[of_blocks[0], shape.num_singles + of_blocks[1]] = index_of[chunks]
-        if self._tells_nexts and plan.next_ids is not None:
-            longer = np.flatnonzero(takes_blocks)
-            vectors[:, at.block_nexts][ranks[longer], (blocks_before + blocks - 1)[longer]] = plan.next_ids[longer]
-        places = np.where(takes_blocks, shape.num_singles + blocks_before * block, singles_before)
-        token_places = np.repeat(ranks * shape.num_tokens + places, lengths) + _offsets(lengths)
+        blocks_at = shape.num_singles + cut.blocks_before * self._block_tokens
+        places = np.where(cut.takes_blocks, blocks_at, cut.singles_before)
+        token_places = np.repeat(cut.ranks * shape.num_tokens + places, lengths) + _offsets(lengths)
         ids = np.zeros((self._num_ranks, shape.num_tokens), np.int32)
         ids.reshape(-1)[token_places] = planned.token_ids
         vectors[:, at.single_ids], vectors[:, at.block_ids] = np.split(ids, [shape.num_singles], axis=1)
 
         chunks = np.flatnonzero(planned.samples)
-        of_samples = ranks[chunks], samples_before[chunks]
+        of_samples = cut.ranks[chunks], cut.samples_before[chunks]
         vectors[:, at.sample_places][of_samples] = (places + lengths - 1)[planned.sources[chunks]]
-        vectors[:, at.sample_rows][of_samples] = rows[chunks]
+        vectors[:, at.sample_rows][of_samples] = cut.rows[chunks]
         if with_changes:
             self._fill_changes(vectors, plan.pages, at=at)
-        sample_places = ranks[chunks] * shape.num_singles + samples_before[chunks]
+        sample_places = cut.ranks[chunks] * shape.num_singles + cut.samples_before[chunks]
         packed_blocks = _pack_blocks(plan.block_work, token_places, shape, self._num_ranks)
         if packed_blocks is not None and plan.block_work.forced_index is not None:
             packed_blocks = replace(packed_blocks, choices=self._choices(plan.block_work, token_places, shape))
         copies = tuple(copy_vectors(plan, rows_per_rank=self.rows_per_rank)) if planned.num_forks else ()
         return PackedStep(plan.step_id, shape, vectors, token_places, sample_places, packed_blocks, copies=copies)
+
+    def _cut(self, plan: StepPlan) -> _Cut:
+        """Cut the plan's chunks into single tokens and blocks, and choose the shape that holds them."""
+        chunks = plan.chunks
+        ranks, rows = np.divmod(chunks.rows, self.rows_per_rank)
+        takes_blocks = chunks.lengths > 1
+        takes_blocks[plan.block_work.chunks] = True
+        blocks = np.where(takes_blocks, -(-chunks.lengths // self._block_tokens), 0)
+        is_single = ~takes_blocks & (chunks.lengths > 0)
+        singles_before, num_singles = self._on_ranks(is_single, ranks)
+        blocks_before, num_blocks = self._on_ranks(blocks, ranks)
+        samples_before, num_samples = self._on_ranks(chunks.samples, ranks)
+        shapes = [shape for shape in self.shapes if bool(shape.num_adapters) == (plan.adapters is not None)]
+        shape = choose_shape(shapes, num_singles=max(*num_singles, *num_samples), num_blocks=max(num_blocks))
+        return _Cut(shape, ranks, rows, is_single, takes_blocks, blocks, singles_before, blocks_before, samples_before)
+
+    def _fill_chunks(self, vectors: np.ndarray, plan: StepPlan, *, cut: _Cut, at: Sections) -> None:
+        """Set rows, positions, adapters and next ids of single tokens and blocks."""
+        starts, lengths, block, ranks = plan.chunks.starts, plan.chunks.lengths, self._block_tokens, cut.ranks
+        singles = np.flatnonzero(cut.is_single)
+        of_singles = ranks[singles], cut.singles_before[singles]
+        vectors[:, at.single_rows][of_singles] = cut.rows[singles]
+        vectors[:, at.single_positions][of_singles] = starts[singles]
+        chunks, index = np.repeat(np.arange(len(cut.blocks)), cut.blocks), _offsets(cut.blocks)
+        of_blocks = ranks[chunks], cut.blocks_before[chunks] + index
+        vectors[:, at.block_rows][of_blocks] = cut.rows[chunks]
+        vectors[:, at.block_starts][of_blocks] = starts[chunks] + index * block
+        vectors[:, at.block_counts][of_blocks] = np.minimum(lengths[chunks] - index * block, block)
+        if plan.adapters is not None:
+            index_of = _fill_adapters(vectors, plan.adapters.slots, ranks, at=at)
+            places_of = vectors[:, at.adapter_places]
+            places_of[of_singles] = index_of[singles]
+            places_of[of_blocks[0], cut.shape.num_singles + of_blocks[1]] = index_of[chunks]
+        if self._tells_nexts and plan.next_ids is not None:
+            longer = np.flatnonzero(cut.takes_blocks)
+            last_blocks = (cut.blocks_before + cut.blocks - 1)[longer]
+            vectors[:, at.block_nexts][ranks[longer], last_blocks] = plan.next_ids[longer]
 
     def _choices(self, work: BlockWork, token_places: np.ndarray, shape: StepShape) -> tuple[np.ndarray, np.ndarray]:
         """Return the forced choices of an index, as `PackedBlocks.choices`."""

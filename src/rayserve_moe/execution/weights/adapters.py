@@ -61,7 +61,7 @@ def put_adapter(
 def put_layer(
     experts: dict[str, AdapterPair], *, rows: dict[str, AdapterPair], layer: jax.Array, config: ModelConfig
 ) -> dict[str, AdapterPair]:
-    """Return the resident adapters of experts with `rows` [P, S, R, ...] in a layer, on every device of the mesh."""
+    """Replace a layer of the resident adapters of experts by `rows` [P, S, R, ...], on every device of the mesh."""
 
     def on_device(
         experts: dict[str, AdapterPair], rows: dict[str, AdapterPair], layer: jax.Array
@@ -85,15 +85,14 @@ def put_layer(
 def layer_shapes(served: ServedModel) -> dict[str, AdapterPair] | None:
     """Return the shapes of a layer's resident adapters of experts; None if no adapters move."""
     stacks = (resident_adapters(served) or {}).get(EXPERTS)
-    return None if stacks is None or not served.moves_experts else _of_a_layer(stacks, served.config)
+    if stacks is None or not served.moves_experts:
+        return None
 
-
-def _of_a_layer(stacks: dict[str, AdapterPair], config: ModelConfig) -> dict[str, AdapterPair]:
-    def of(shape: Any) -> Any:
-        sharding = NamedSharding(config.plan.mesh, _without_layers(shape.sharding.spec))
+    def of_layer(shape: Any) -> Any:
+        sharding = NamedSharding(served.config.plan.mesh, _without_layers(shape.sharding.spec))
         return jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype, sharding=sharding)
 
-    return jax.tree.map(of, stacks)
+    return jax.tree.map(of_layer, stacks)
 
 
 def _without_layers(partition: PartitionSpec) -> PartitionSpec:
@@ -107,8 +106,8 @@ def _is_partition(each: Any) -> bool:
 class HostAdapters:
     """Adapters of a served model in host memory by key, and the resident stacks.
 
-    `add` and `remove` may be called beside the steps. Matrices of experts lie in the slots of their experts: after a
-    swap of experts (`follow`) the layer is written again from host memory.
+    `add` and `remove` may be called while steps run. Matrices of experts lie in the slots of their experts: after a
+    swap of experts, `follow` writes the layer again from host memory.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class HostAdapters:
         self._put_layer(layer, programs)
 
     def replace_weights(self, maps: PlacementArrays | None, *, programs: AdapterPrograms | None) -> None:
-        """Put the resident adapters again if other weights have other `maps`."""
+        """Write the resident adapters again if the `maps` of new weights place experts differently."""
         before = self._expert_of_slot
         self._place(maps)
         if EXPERTS in self.stacks and not np.array_equal(before, self._expert_of_slot):
@@ -234,7 +233,7 @@ class HostAdapters:
         }
 
     def _on_slots(self, array_LE: np.ndarray, shape: Any) -> jax.Array:
-        """Return an array [L, E, ...] of experts as one of their slots [L, P, ...], with the sharding of `shape`."""
+        """Return an array by expert [L, E, ...] as an array by expert slot [L, P, ...], sharded like `shape`."""
 
         def rows(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "the stacks have dimensions"

@@ -1,5 +1,5 @@
 // Low-rank adapters of tokens beside the products of a layer: s B (A x), of each token's own adapter, added in float32 to
-// the sums of the base matrix. Other tokens do not change a token's bits; without an adapter it has the base model's bits.
+// the sums of the base matrix. Other tokens do not change a token's bits. Tokens without one have the base model's bits.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct Adapters {
   int64_t num_slots = 0, rank = 0, inputs = 0, outputs = 0;
 
   bool change(int64_t token) const { return a && slots[token] >= 0; }
-  // Where a token's adapter of an expert lies, in slots.
+  // Index of a token's adapter for an expert, in slots.
   int64_t place(int64_t token, int64_t expert) const { return expert * num_slots + slots[token]; }
 };
 

@@ -26,7 +26,7 @@ def expert_arguments(adapters: RowAdapters | None) -> list[jax.Array]:
 
 
 def row_adapters(adapters: LayerAdapters | None, names: Sequence[str]) -> RowAdapters | None:
-    """Return the adapters of a gated MLP as those of a single expert per layer."""
+    """Return the adapters of an MLP in the form of a single expert per layer; `names` are gate, up and down."""
     if adapters is None:
         return None
     return RowAdapters(ExpertAdapters(*(_pair(adapters, name) for name in names)), adapters.tokens.slot_T)

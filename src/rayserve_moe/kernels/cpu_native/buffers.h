@@ -68,7 +68,7 @@ const native::bf16* of_layer(Bf16& stacked, int64_t layer) {
 
 // Trailing arguments of a call with adapters: the slot of each token, then for each matrix A and B,
 // [layers, slots, rank, inputs] and [layers, slots, rank, outputs], empty for a matrix that adapters never change.
-// Those of experts have an expert in the place of a layer; the call reads `num_layers` from `layer` on.
+// Adapters of experts are stacked over expert slots, not layers; the call reads `num_layers` of these from `layer` on.
 class AdapterArguments {
  public:
   AdapterArguments(const ffi::RemainingArgs& given, int64_t layer, int64_t num_tokens, int64_t num_layers = 1)

@@ -1,6 +1,6 @@
-"""The native CPU kernel of layers with a delta rule as a function of arrays."""
+"""Native CPU kernel of layers with a delta rule, as a function of arrays."""
 
-# T tokens   D model width   L layers   R rows, and width between two products   C tokens of a chunk
+# T tokens   D model width   L layers   R rows, or width between two products   C tokens of a chunk
 # K key heads   H value heads   d key width   v value width   x decays of a head
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def advance_layer(  # noqa: PLR0913 (constants, by keyword)
 ) -> tuple[jax.Array, DeltaPools]:
     """Compute a layer as `model.layers.gated_delta` does by XLA: float32 [T, D], and the pools, in place.
 
-    It rounds at the same places, except within the recurrence. `weights` are those of all layers, and `pools` hold
-    entries as the reference does. Rings have their own order, which nothing else reads: keys [R, K, d, C], fresh values
-    [R, H, C, v], decays [R, H, x, C]. A token that is not finite is computed as zeros, and its output is NaN.
+    Roundings are the same, except within the recurrence. `weights` are stacked over all layers. Entries of `pools` have
+    the reference's form. Rings have an order that only this kernel reads: keys [R, K, d, C], fresh values [R, H, C, v],
+    decays [R, H, x, C]. A token that is not finite is computed as zeros, and its output is NaN.
     """
     columns, num_layers = (*pieces[:-1], *pieces.entries), len(weights["o_LHD"])
+    # Of two products, the second has the name of the single one with R for D: a_LRH for a_LDH.
     matrices = (weights.get(name, weights.get(name.replace("D", "R"))) for name in DELTA)
     rates = weights["decay_LH"] if "decay_LH" in weights else weights["decay_L1H11"]
     shapes = [jax.ShapeDtypeStruct(normed_TD.shape, jnp.float32)]

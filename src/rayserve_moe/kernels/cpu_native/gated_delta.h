@@ -1,6 +1,5 @@
 // Layers with a delta rule: projections, convolution, recurrence on a grid of 64 tokens, gates and the output product.
-// The rule and its entries and rings are those of `kernels/reference/gated_delta.py`, with a decay for a head or for each
-// element of its keys.
+// Rule, entries and rings are as in `kernels/reference/gated_delta.py`. A head has a decay, or one per element of a key.
 //
 // Each sum over elements or tokens is one chain in ascending order (`chains.h`), so a token's bits do not depend on the
 // tokens computed beside it. Arrays of a ring are ordered for these chains: see `DeltaPools`.
@@ -252,7 +251,7 @@ class DeltaHead {
     }
   }
 
-  // Norms keys and queries, adds the keys to the ring, and, with a decay per head, multiplies both by all keys up to the
+  // Norms keys and queries and adds the keys to the ring. With a decay per head, multiplies both by all keys up to the
   // newest.
   void shape_rows(const DeltaPiece& p) const {
     const int64_t d = s_.key_width;
@@ -315,8 +314,9 @@ class DeltaHead {
     }
   }
 
-  // The same with a decay for each element. Between tokens ahead of the piece and those in it, decays meet at its start,
-  // so that both factors are at most 1; between tokens of the piece, logarithms are subtracted first.
+  // Like `weigh`, with a decay for each element of a key. Between a token ahead of the piece and one in it, the decay
+  // is split at the start of the piece, so that both factors are at most 1. Between tokens of the piece, it is the
+  // exponential of a difference of sums.
   void weigh_elements(const DeltaPiece& p, int64_t h) const {
     const int64_t d = s_.key_width, past = p.start % kChunk, end = past + p.known + p.count;
     const float* const ring = keys(p.row);
@@ -354,21 +354,23 @@ class DeltaHead {
       for (int64_t j = 0; j <= p.known + i; ++j)
         for (int64_t r : {i, p.count + i})
           buffers_.weights[r * kChunk + past + j] =
-              decayed(buffers_.rows + r * d, buffers_.own + j * d, buffers_.totals + (1 + p.known + i) * d, buffers_.totals + (1 + j) * d);
+                  decayed_product(buffers_.rows + r * d, buffers_.own + j * d, buffers_.totals + (1 + p.known + i) * d,
+                              buffers_.totals + (1 + j) * d);
   }
 
-  // The product of a row and a key with the decays between them.
-  float decayed(const float* row, const float* key, const float* at_row, const float* at_key) const {
+  // The product of a row and a key with the decays between them, given the sums of decays at both.
+  float decayed_product(const float* row, const float* key, const float* at_row, const float* at_key) const {
     F16 sum = zeros();
     for (int64_t e = 0; e < s_.key_width; e += 16) {
       const Mask lanes = lanes_of(e, s_.key_width);
-      sum = fma(load(lanes, row + e) * load(lanes, key + e), exponential(load(lanes, at_row + e) - load(lanes, at_key + e)), sum);
+      const F16 decay = exponential(load(lanes, at_row + e) - load(lanes, at_key + e));
+      sum = fma(load(lanes, row + e) * load(lanes, key + e), decay, sum);
     }
     return total(sum);
   }
 
-  // The rule for one value head, the `in_key`-th of its key head: what the state and the ring say, the fresh values one
-  // after the other, then the outputs.
+  // Advances a value head, the `in_key`-th of its key head: products of keys and queries with the state and the ring,
+  // fresh values one after the other, then the outputs.
   void advance(const DeltaPiece& p, int64_t h, int64_t in_key, int64_t entry) const {
     const int64_t d = s_.key_width, v = s_.value_width, past = p.start % kChunk, first = past + p.known;
     s_.num_decays > 1 ? weigh_elements(p, h) : weigh(p, h);
@@ -437,6 +439,21 @@ inline std::vector<std::vector<DeltaPiece>> by_row(const DeltaPiece* pieces, con
   return groups;
 }
 
+// Shapes all tokens, then computes the pieces of each row in their order, for every key head.
+template <class ShapeToken, class HeadOf>
+inline void advance_rows(const DeltaShapes& s, const DeltaRows& rows, const DeltaPiece* pieces, ShapeToken&& shape,
+                         HeadOf&& head_of) {
+  for_pieces(s.num_tokens, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) shape(t);
+    std::fill(rows.gated + begin * s.v_width(), rows.gated + end * s.v_width(), bf16{});  // padding stays zeros
+  });
+  const auto of_rows = by_row(pieces, s);
+  for_each(int64_t(of_rows.size()) * s.num_key_heads, [&](int64_t item) {
+    auto head = head_of(item % s.num_key_heads);
+    for (const DeltaPiece& piece : of_rows[item / s.num_key_heads]) head.compute(piece);
+  });
+}
+
 inline void delta_layer(const DeltaShapes& s, const DeltaWeights& w, const DeltaPools& pools, const bf16* hidden,
                         const DeltaPiece* pieces, float* out) {
   thread_local Scratch<bf16> narrow_rows;
@@ -454,15 +471,9 @@ inline void delta_layer(const DeltaShapes& s, const DeltaWeights& w, const Delta
   project(hidden, T, s.width, {{w.q, nullptr, rows.q, q}, {w.k, nullptr, rows.k, q}, {w.v, nullptr, rows.v, v},
                                z_first, {w.b, nullptr, rows.b, heads}, a_first});
   if (s.rank) project(a_mid, T, s.rank, {a}), project(z_mid, T, s.rank, {z});
-  for_pieces(T, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) shape_token(s, w, rows, t);
-    std::fill(rows.gated + begin * v, rows.gated + end * v, bf16{});  // padding stays zeros
-  });
-  const auto of_rows = by_row(pieces, s);
-  for_each(int64_t(of_rows.size()) * s.num_key_heads, [&](int64_t item) {
-    DeltaHead head(s, w, pools, rows, item % s.num_key_heads);
-    for (const DeltaPiece& piece : of_rows[item / s.num_key_heads]) head.compute(piece);
-  });
+  advance_rows(
+      s, rows, pieces, [&](int64_t t) { shape_token(s, w, rows, t); },
+      [&](int64_t head) { return DeltaHead(s, w, pools, rows, head); });
   multiply_all(rows.gated, T, v, w.o, s.width, out);
 }
 

@@ -64,8 +64,8 @@ class Mamba2Group : private DeltaHead {
     multiply_by_keys(p);
   }
 
-  // The rule for a head, the `in_group`-th of the group: fresh values, what the state and the ring say, then the outputs
-  // with their share of x, times the SiLU of their gates.
+  // Advances a head, the `in_group`-th of the group: products of queries with the state and the ring, fresh values,
+  // then outputs with their share of x, times the SiLU of their gates.
   void advance(const DeltaPiece& p, int64_t in_group, int64_t entry) const {
     const int64_t d = s_.key_width, v = s_.value_width, past = p.start % kChunk, first = past + p.known;
     const int64_t h = head_ * s_.per_key() + in_group;
@@ -130,15 +130,9 @@ inline void mamba2_layer(const DeltaShapes& s, const Mamba2Weights& w, const Del
   project(hidden, T, s.width, {{w.rule.q, nullptr, rows.q, q}, {w.rule.k, nullptr, rows.k, q},
                                {w.rule.v, nullptr, rows.v, v}, {w.rule.z, nullptr, rows.z, v},
                                {w.rule.a, nullptr, rows.a, heads}});
-  for_pieces(T, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) shape_step(s, w, rows, t);
-    std::fill(rows.gated + begin * v, rows.gated + end * v, bf16{});  // padding stays zeros
-  });
-  const auto of_rows = by_row(pieces, s);
-  for_each(int64_t(of_rows.size()) * s.num_key_heads, [&](int64_t item) {
-    Mamba2Group group(s, w, pools, rows, item % s.num_key_heads);
-    for (const DeltaPiece& piece : of_rows[item / s.num_key_heads]) group.compute(piece);
-  });
+  advance_rows(
+      s, rows, pieces, [&](int64_t t) { shape_step(s, w, rows, t); },
+      [&](int64_t group) { return Mamba2Group(s, w, pools, rows, group); });
   multiply_all(rows.gated, T, v, w.rule.o, s.width, out);
 }
 

@@ -1,4 +1,4 @@
-"""The native kernel of Mamba-2 layers as a function of arrays (see `calls`)."""
+"""Native CPU kernel of Mamba-2 layers, as a function of arrays."""
 
 # T tokens   D model width   L layers   N width of B and of C   I inner width   H heads   J taps
 
@@ -30,7 +30,7 @@ def advance_layer(  # noqa: PLR0913 (the constants of a layer)
 ) -> tuple[jax.Array, DeltaPools]:
     """Compute a Mamba-2 layer as `model.layers.mamba2` does by XLA: float32 [T, D], and the pools, in place.
 
-    Roundings, and the order of rings, are those of `calls.advance_layer`.
+    Roundings, rings and tokens that are not finite are as in `delta_call.advance_layer`.
     """
     nothing = jnp.zeros((0, 0), jnp.bfloat16)
     arrays = [normed_TD, *(weights[name] for name in (*MAMBA2, *TAPS))]

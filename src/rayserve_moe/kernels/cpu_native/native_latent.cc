@@ -8,9 +8,9 @@ namespace {
 
 ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b, Bf16 o, Bf16 q_a_norm, Bf16 kv_a_norm,
                   Bf16 q_a_bias, Bf16 kv_a_bias, F32 cos, F32 sin, S32 kv_slots, S32 positions, S32 page_table,
-                  S32 layer, S32 first_page, S32 num_pages, F32 query_scale, S32 chosen, Bf16 gate, Bf16 pool, int64_t num_singles,
-                  int64_t nope_dim, float norm_eps, float scale, bool is_interleaved, ffi::RemainingArgs adapters,
-                  ffi::ResultBuffer<ffi::F32> out,
+                  S32 layer, S32 first_page, S32 num_pages, F32 query_scale, S32 chosen, Bf16 gate, Bf16 pool,
+                  int64_t num_singles, int64_t nope_dim, float norm_eps, float scale, bool is_interleaved,
+                  ffi::RemainingArgs adapters, ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, kv_a_norm) || !have_dims(3, o, k_b, v_b) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
@@ -35,7 +35,8 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
       !is(v_b, {num_layers, s.heads() * s.value, s.latent}) || !is(o, {num_layers, s.heads() * s.value, b.width}) ||
       !is(kv_a_norm, {num_layers, s.latent}) || !is_absent_or(kv_a_bias, {num_layers, s.cached()}) ||
       (s.query_latent && !is(q_a_norm, {num_layers, s.query_latent})) ||
-      !is_absent_or(q_a_bias, {num_layers, s.query_latent}) || !is_absent_or(gate, {num_layers, b.width, s.heads()}) || !is(pool, {size_of(pool, 0), b.page_size, 1, s.cached()}))
+      !is_absent_or(q_a_bias, {num_layers, s.query_latent}) || !is_absent_or(gate, {num_layers, b.width, s.heads()}) ||
+      !is(pool, {size_of(pool, 0), b.page_size, 1, s.cached()}))
     return wrong("weights of latent attention do not fit each other");
   if (!is(cos, {b.num_tokens, half}) || !is(sin, {b.num_tokens, half}) || !is(kv_slots, {b.num_tokens}) ||
       !is(positions, {b.num_tokens}) || !is_absent_or(query_scale, {b.num_tokens}) ||

@@ -1,17 +1,8 @@
 // The call of Mamba-2 layers: its buffers checked, then handed to the kernel.
-#include "buffers.h"
-#include "checks.h"
 #include "mamba2.h"
+#include "pool_buffers.h"
 
 namespace {
-
-using Pool = ffi::Result<ffi::Buffer<ffi::F32>>;
-
-// Elements of layer `layer` of an array that holds equally many of each layer.
-template <class Buffer>
-auto* layer_of(Buffer& stacked, int64_t layer, int64_t num_layers) {
-  return stacked.typed_data() + layer * (int64_t(stacked.element_count()) / num_layers);
-}
 
 ffi::Error Mamba2(Bf16 hidden, Bf16 c, Bf16 b, Bf16 x, Bf16 z, Bf16 step, Bf16 o, Bf16 c_taps, Bf16 b_taps, Bf16 x_taps,
                   Bf16 c_bias, Bf16 b_bias, Bf16 x_bias, F32 log_decay, F32 step_bias, F32 skip, F32 norm, S32 pieces,
@@ -22,16 +13,15 @@ ffi::Error Mamba2(Bf16 hidden, Bf16 c, Bf16 b, Bf16 x, Bf16 z, Bf16 step, Bf16 o
       !have_dims(4, c_taps, b_taps, x_taps, state, window, keys, fresh, decay, inputs) || !have_dims(0, layer))
     return wrong("a Mamba-2 layer takes arrays of other numbers of dimensions");
   native::DeltaShapes s;
+  const PoolBuffers pools{state,     window,     keys,     fresh,     decay,     inputs,
+                          state_out, window_out, keys_out, fresh_out, decay_out, inputs_out};
   const int64_t at = layer.typed_data()[0], num_layers = size_of(c, 0);
   if (at < 0 || at >= num_layers) return wrong("there is no such layer");
   s.num_tokens = size_of(hidden, 0), s.width = size_of(hidden, 1), s.eps = eps;
-  s.num_heads = size_of(state, 1), s.key_width = size_of(state, 2), s.value_width = size_of(state, 3);
-  s.num_key_heads = size_of(keys, 2), s.num_taps = size_of(c_taps, 1), s.num_pieces = size_of(pieces, 0);
-  s.num_entries = native::times(num_layers, size_of(state, 0)), s.num_rows = native::times(num_layers, size_of(keys, 0));
-  if (native::times(s.num_key_heads, s.num_heads) < 0 || s.key_width <= 0 || s.value_width <= 0 || s.width % 2 ||
-      s.v_width() % 2 || s.num_taps < 2 || s.num_taps > native::kWindowRows / 2 || s.num_entries < 0 || s.num_rows < 0)
-    return wrong("a Mamba-2 layer has no such heads, widths or taps");
-  const int64_t keys_width = s.q_width(), inner = s.v_width(), heads = s.num_heads, rows = num_layers * s.num_rows;
+  s.num_taps = size_of(c_taps, 1), s.num_pieces = size_of(pieces, 0);
+  pools.read_sizes(s, num_layers);
+  if (!are_sizes(s)) return wrong("a Mamba-2 layer has no such heads, widths or taps");
+  const int64_t keys_width = s.q_width(), inner = s.v_width(), heads = s.num_heads;
   if (!is(c, {num_layers, s.width, keys_width}) || !is(b, {num_layers, s.width, keys_width}) ||
       !is(x, {num_layers, s.width, inner}) || !is(z, {num_layers, s.width, inner}) ||
       !is(step, {num_layers, s.width, heads}) || !is(o, {num_layers, inner, s.width}) ||
@@ -41,16 +31,9 @@ ffi::Error Mamba2(Bf16 hidden, Bf16 c, Bf16 b, Bf16 x, Bf16 z, Bf16 step, Bf16 o
       !is(log_decay, {num_layers, heads}) || !is(step_bias, {num_layers, heads}) || !is(skip, {num_layers, heads}) ||
       !is(norm, {num_layers, inner}))
     return wrong("weights of a Mamba-2 layer do not fit each other");
-  if (!is(window, {size_of(state, 0), s.num_taps - 1, s.num_key_heads, s.channels()}) ||
-      !is(keys, {rows, native::kChunk, s.num_key_heads, s.key_width}) ||
-      !is(fresh, {rows, native::kChunk, heads, s.value_width}) || !is(decay, {rows, native::kChunk, heads, 1}) ||
-      !is(inputs, {rows, native::kWindowRows, s.num_key_heads, s.channels()}))
-    return wrong("entries and rings of a Mamba-2 layer do not fit each other");
+  if (!pools.fit(s)) return wrong("entries and rings of a Mamba-2 layer do not fit each other");
   if (size_of(pieces, 1) != 8 || !is(*out, {s.num_tokens, s.width})) return wrong("a piece has eight numbers");
-  const auto is_in_place = [](F32& pool, Pool& result) { return pool.untyped_data() == result->untyped_data(); };
-  if (!is_in_place(state, state_out) || !is_in_place(window, window_out) || !is_in_place(keys, keys_out) ||
-      !is_in_place(fresh, fresh_out) || !is_in_place(decay, decay_out) || !is_in_place(inputs, inputs_out))
-    return wrong("entries and rings must be updated in place");
+  if (!pools.are_in_place()) return wrong("entries and rings must be updated in place");
   const auto* const cut = reinterpret_cast<const native::DeltaPiece*>(pieces.typed_data());
   if (!native::are_in_pools(s, cut)) return wrong("a piece, its row or its entry lies outside the step or the pools");
   const auto here = [&](Bf16& stacked) { return of_layer(stacked, at); };
@@ -62,10 +45,7 @@ ffi::Error Mamba2(Bf16 hidden, Bf16 c, Bf16 b, Bf16 x, Bf16 z, Bf16 step, Bf16 o
   rule.log_decay = part(log_decay), rule.decay_bias = part(step_bias), rule.norm = part(norm);
   weights.biases = {here(c_bias), here(b_bias), here(x_bias)};
   weights.skip = part(skip), weights.min_step = min_step;
-  native::mamba2_layer(s, weights,
-                       {part(*state_out), part(*window_out), part(*keys_out), part(*fresh_out), part(*decay_out),
-                        part(*inputs_out)},
-                       numbers(hidden), cut, out->typed_data());
+  native::mamba2_layer(s, weights, pools.of_layer(at, num_layers), numbers(hidden), cut, out->typed_data());
   return ffi::Error::Success();
 }
 

@@ -162,10 +162,10 @@ def in_parts(
     *,
     rows_per_part: int,
 ) -> jax.Array:
-    """Compute blocks of queries in parts of `rows_per_part` queries, those of single tokens and of prefill alike.
+    """Compute blocks of queries in parts of `rows_per_part` queries, for single tokens and for prefill.
 
-    `arrays` are [B, Q, ...], and `compute` returns [B, Q, ...]. So the result of a query does not depend on the number
-    of queries in its block.
+    The result of a query then does not depend on the number of queries in its block. `arrays` and the result are
+    [B, Q, ...]; `compute` sees parts as blocks.
     """
     num_blocks, num_queries = places.positions_BQ.shape
     num_parts = -(-num_queries // rows_per_part)

@@ -12,7 +12,7 @@ OUTPUT_GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 @dataclass(frozen=True)
 class GateRule:
-    """How projections become decays and gates."""
+    """Functions that turn projections into decays and output gates."""
 
     output: str = "silu"
     """Function of the output's gate: a key of OUTPUT_GATES."""
@@ -23,7 +23,7 @@ class GateRule:
 
 
 def log_decays(wide: jax.Array, log_rate: jax.Array, rule: GateRule, *, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return the logarithms of decays, float32; `wide` are projections with their bias, `dtype` is the stream's."""
+    """Return the logarithms of decays, float32. `wide` are projections plus bias, float32; `dtype` is the stream's."""
     rate = jnp.exp(log_rate)
     decays = rule.decay_floor * jax.nn.sigmoid(rate * wide) if rule.decay_floor else -rate * jax.nn.softplus(wide)
     return decays.astype(dtype).astype(jnp.float32) if rule.rounds_decays else decays

@@ -277,7 +277,7 @@ class _Product(NamedTuple):
 
 
 def _products(weights: ExpertWeights, adapters: RowAdapters | None) -> tuple[list[_Product], _Product]:
-    """Return the products before the activation, gate (if any) and up, and that of down."""
+    """Return the products ahead of the activation, [gate, up] or [up] without a gate, and the product of down."""
     gate, up, down = (None, None, None) if adapters is None else adapters.experts
     before = [_Product(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF, up)]
     if weights.gate_XDF is not None:
@@ -286,7 +286,7 @@ def _products(weights: ExpertWeights, adapters: RowAdapters | None) -> tuple[lis
 
 
 def _activated(made: list[jax.Array], activation: Activation) -> jax.Array:
-    """Return the operand of down from the results of `_products`."""
+    """Return the operand of down from the results of the products ahead of the activation."""
     return activate(made[0] if len(made) == 2 else None, made[-1], activation)
 
 

@@ -244,12 +244,7 @@ def _compute_piece(
     own_keys_NKd = jnp.where(is_old, old_keys, given.keys_TKd.astype(jnp.float32))
     keys_NHd = _repeat_heads(own_keys_NKd, num_heads)
     queries_NHd = _repeat_heads(given.queries_TKd.astype(jnp.float32), num_heads)
-    # Sums are formed one row after the other from the last known row: a step with one row has no other order.
-    at = start + known
-    last_Hx = jnp.where(at > 0, ring.decay_CHx[jnp.maximum(at - 1, 0)], 0.0)
-    _, summed_NHx = jax.lax.scan(lambda total, row: (total + row,) * 2, last_Hx, given.decay_THx)
-    # The scan begins at the first new row: rows of the known ones are zeros.
-    decay_NHx = jnp.where(is_old, old_decay, summed_NHx)
+    decay_NHx = jnp.where(is_old, old_decay, _summed(given.decay_THx, ring, start + known))
     before_Hx = jnp.where(start > 0, ring.decay_CHx[jnp.maximum(start - 1, 0)], 0.0)
     is_past_C11 = (place < start)[:, None, None]
     # Select, never multiply: what stands behind the cursor may be NaN.
@@ -268,6 +263,25 @@ def _compute_piece(
         fresh_NHv = fresh_NHv - beta_NH1 * said_NHv
         is_below = (index[:, None] > index)[..., None]
         weights_NNH = given.beta_TH[:, None] * jnp.where(is_below, over_own(keys_NHd), 0.0)
+    solved_NHv = _solved(fresh_NHv, weights_NNH, known=known, first_NHv=jnp.where(is_old, old_fresh, 0.0))
+    out_NHv = _dot("ihd,hdv->ihv", queries_NHd * to_state, ring.state_Hdv)
+    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_past(queries_NHd), past_fresh_CHv)
+    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_own(queries_NHd), solved_NHv)
+    out_NHv = jnp.where(is_sound_b[:, None, None], out_NHv, jnp.nan)
+    return out_NHv, (own_keys_NKd, solved_NHv, decay_NHx)
+
+
+def _summed(decay_NHx: jax.Array, ring: _Ring, at: jax.Array) -> jax.Array:
+    """Return the sums of decays of new tokens from place `at` on; `decay_NHx` are zeros for known tokens.
+
+    Sums are formed one row after the other from the last known row: a step with one row has no other order.
+    """
+    last_Hx = jnp.where(at > 0, ring.decay_CHx[jnp.maximum(at - 1, 0)], 0.0)
+    return jax.lax.scan(lambda total, row: (total + row,) * 2, last_Hx, decay_NHx)[1]
+
+
+def _solved(fresh_NHv: jax.Array, weights_NNH: jax.Array, *, known: jax.Array, first_NHv: jax.Array) -> jax.Array:
+    """Subtract weighted earlier tokens from each new token, one after the other; `first_NHv` holds the known ones."""
 
     def solve(i: jax.Array, solved_NHv: jax.Array) -> jax.Array:
         row_Hv = jax.lax.dynamic_index_in_dim(fresh_NHv, i, keepdims=False)
@@ -275,12 +289,7 @@ def _compute_piece(
         row_Hv = row_Hv - _dot("jh,jhv->hv", weight_NH, solved_NHv)
         return jax.lax.dynamic_update_index_in_dim(solved_NHv, row_Hv, i, 0)
 
-    solved_NHv = jax.lax.fori_loop(known, PIECE, solve, jnp.where(is_old, old_fresh, 0.0))
-    out_NHv = _dot("ihd,hdv->ihv", queries_NHd * to_state, ring.state_Hdv)
-    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_past(queries_NHd), past_fresh_CHv)
-    out_NHv = out_NHv + _dot("ijh,jhv->ihv", over_own(queries_NHd), solved_NHv)
-    out_NHv = jnp.where(is_sound_b[:, None, None], out_NHv, jnp.nan)
-    return out_NHv, (own_keys_NKd, solved_NHv, decay_NHx)
+    return jax.lax.fori_loop(known, PIECE, solve, first_NHv)
 
 
 class _Decays(NamedTuple):

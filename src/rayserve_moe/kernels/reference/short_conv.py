@@ -1,4 +1,4 @@
-"""The causal convolution over a few tokens ahead of a recurrence (`gated_delta`), by XLA."""
+"""Causal convolution over a few tokens ahead of a recurrence (`gated_delta`), by XLA."""
 
 # T tokens   B single tokens and blocks   J taps   n taps but one   K key heads   W channels of a key head
 
@@ -22,7 +22,7 @@ class History(NamedTuple):
     """Index of the token in the step."""
     is_in_step_Tn: jax.Array
     part_T: jax.Array
-    """The single token or block of each token."""
+    """Index of each token's single token or block."""
     ahead_Tn: jax.Array
     """Index of the token ahead of the single token or block, if it is not in the step."""
     position_Bn: jax.Array
@@ -48,7 +48,7 @@ def find_history(
     position_Tn = positions_T[:, None] - back_n
     token_Tn = jnp.maximum(jnp.arange(len(positions_T))[:, None] - back_n, 0)
     is_in_step_Tn = (rows_T[token_Tn] == rows_T[:, None]) & (positions_T[token_Tn] == position_Tn) & (position_Tn >= 0)
-    # The tokens of a part are adjacent: what is not in the step is ahead of its part.
+    # Tokens of a part are adjacent: an earlier token that is not in the step is ahead of the part.
     offset_T1 = (jnp.arange(len(positions_T)) - first_B[part_T])[:, None]
     ahead_Tn = jnp.minimum(jnp.arange(num_taps - 1) + offset_T1, num_taps - 2)
     return History(token_Tn, is_in_step_Tn, part_T, ahead_Tn, positions_T[first_B][:, None] - back_n, rows_B, entries)
@@ -65,7 +65,7 @@ def short_conv(
 ) -> jax.Array:
     """Return the causal convolution of each channel and its SiLU, float32 [T, K, W]; the newest token has the last tap.
 
-    `layer` are the first entry and the first row of the layer in the pools.
+    `layer` are the first entry and the first row of the layer in the pools. `bias_KW` is added ahead of SiLU.
     """
     first_entry, first_row = layer
     (position_Bn, entries), rows_B = (history.position_Bn, history.entries), history.rows_B

@@ -80,12 +80,12 @@ def rows_to_write(rows_TX: jax.Array, pool: jax.Array) -> jax.Array:
 
 
 def unit_of(dtype: jnp.dtype) -> float:
-    """Return the factor from `lanes_of_block` to the numbers of a pool: a power of two, so that it may come later."""
+    """Return the number over its value in `lanes_of_block`: a power of two, so that results may be multiplied by it."""
     return UNIT if is_paired(dtype) and not has_e4m3() else 1.0
 
 
 def lanes_of_block(block_SX: Any, lanes: slice, dtype: jnp.dtype) -> jax.Array:
-    """Return lanes of a block of keys in `dtype`, inside a kernel; of pairs, the numbers over `unit_of`."""
+    """Return lanes of a block of keys in `dtype`, inside a kernel; numbers of pairs are divided by `unit_of`."""
     if not is_paired(block_SX.dtype):
         return block_SX[:, lanes].astype(dtype)
     parts = []
@@ -96,7 +96,7 @@ def lanes_of_block(block_SX: Any, lanes: slice, dtype: jnp.dtype) -> jax.Array:
 
 
 def _decoded(pairs: jax.Array, *, is_high: bool) -> jax.Array:
-    """Return the float32 numbers, over `unit_of`, of the low or the high bytes of pairs.
+    """Return the float32 numbers of the low or the high bytes of pairs, divided by `unit_of`.
 
     Viewed as 8 bits, a register of pairs alternates between rows of low and of high bytes. Their bfloat16 numbers,
     which an instruction converts, then are the two halves of words, and a bfloat16 is the upper half of a float32.

@@ -1,8 +1,8 @@
 """Products of a piece with a decay for each element of a key, and the fold of a ring (`delta_rule`).
 
-Rows are multiplied by decays before products, so both sides are float32 and are multiplied as such. Between tokens
-ahead of the piece and those in it, decays meet at the piece's start, so that both factors are at most 1. Tokens of the
-piece are multiplied element by element, with the difference of their logarithms. Every value head has its own key head.
+Rows are multiplied by decays ahead of products, whose operands are therefore float32. Between a token ahead of the
+piece and one in it, the decay is split at the start of the piece, so that both factors are at most 1. Between tokens of
+the piece, it is the exponential of a difference of sums, element by element. Every value head has its own key head.
 """
 
 # N tokens of a piece   C tokens of a chunk   d key width   v value width   H heads   M heads along lanes
@@ -26,9 +26,9 @@ MAX_HEADS, MAX_FOLDED = 16, 4
 
 
 def sum_decays(call: Call, place: tuple[jax.Array, jax.Array], is_new_N1: jax.Array, tile: Any) -> None:
-    """Add the decays of a piece one after the other, by heads: a piece with one token has no other order.
+    """Add up the decays of a piece by heads, token by token: the only order of pieces with one token.
 
-    `place` are the place of the piece in the ring, and the number of its known tokens.
+    `place` holds the place of the piece in the ring and the number of its known tokens.
     """
     ring_HCd, (start, known) = call.scratch.decay_by_head, place
     first = start + known
@@ -55,9 +55,10 @@ def multiply(call: Call, buffer: jax.Array, place: tuple[jax.Array, jax.Array], 
 
 
 class _Rows(NamedTuple):
-    """Queries and keys of a piece of a head, and what stands ahead of them."""
+    """Queries and keys of a head in a piece, and the keys ahead of the piece."""
 
     rows_Xd: jax.Array
+    """Queries, then keys."""
     total_Xd: jax.Array
     """Sums of decays up to each row."""
     near_Xd: jax.Array
@@ -79,10 +80,10 @@ def _rows_of(call: Call, head: jax.Array, start: jax.Array) -> _Rows:
 
 
 def _multiply_group(
-    call: Call, buffer: jax.Array, heads: list[jax.Array], of: tuple[jax.Array, jax.Array, jax.Array]
+    call: Call, buffer: jax.Array, heads: list[jax.Array], piece: tuple[jax.Array, jax.Array, jax.Array]
 ) -> None:
-    """Compute a group of heads; each step is taken for all of them. `of` are betas, and the place of `multiply`."""
-    scratch, dtype, (betas_NM, start, known) = call.scratch, call.shape.dtype, of
+    """Compute a group of heads, each step for all of them. `piece` holds its betas and the `place` of `multiply`."""
+    scratch, dtype, (betas_NM, start, known) = call.scratch, call.shape.dtype, piece
     tile, is_known_N1 = pl.ds(start, PIECE), iota((PIECE, 1), 0) < known
     is_past_C1 = iota((CHUNK, 1), 0) < start
     of_heads = [_rows_of(call, head, start) for head in heads]
@@ -106,18 +107,18 @@ def _multiply_group(
         scratch.out_HNv[head] = out_Nv
 
 
-def _own_scores(of: _Rows) -> jax.Array:
-    """Return products of rows with keys of the piece and the decays between them.
+def _own_scores(own: _Rows) -> jax.Array:
+    """Return the products of rows with keys of the piece and with the decays between them, [X, N].
 
-    A query sees tokens up to its own, a key those before it.
+    A query sees tokens up to its own, a key the tokens before its own.
     """
     row_X1, column_N = iota((2 * PIECE, 1), 0), iota((1, PIECE), 1)
     own_XN = jnp.zeros((2 * PIECE, PIECE), jnp.float32)
     for token in range(PIECE):
         one = slice(PIECE + token, PIECE + token + 1)
-        # Behind a token, where nothing is seen, differences are positive and may overflow.
-        decay_Xd = jnp.exp(jnp.minimum(of.total_Xd - of.total_Xd[one], 0.0))
-        score_X1 = jnp.sum(of.rows_Xd * of.rows_Xd[one] * decay_Xd, axis=1, keepdims=True)
+        # Earlier rows do not see the token. Their differences are positive and may overflow.
+        decay_Xd = jnp.exp(jnp.minimum(own.total_Xd - own.total_Xd[one], 0.0))
+        score_X1 = jnp.sum(own.rows_Xd * own.rows_Xd[one] * decay_Xd, axis=1, keepdims=True)
         own_XN = jnp.where(column_N == token, score_X1, own_XN)
     token_X1 = jnp.where(row_X1 < PIECE, row_X1, row_X1 - PIECE - 1)
     return jnp.where(column_N <= token_X1, own_XN, 0.0)

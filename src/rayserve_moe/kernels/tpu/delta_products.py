@@ -215,7 +215,7 @@ def fold(call: Call, buffer: jax.Array) -> None:
     scratch, shape = call.scratch, call.shape
     decay_HL = scratch.decay_B[buffer]
     last_H1 = decay_HL[:, CHUNK - 1 : CHUNK]
-    # Behind the weights of the ring stand those of the state.
+    # [weights of the ring | weight of the state]
     is_ring_L = iota((1, LANES), 1) < CHUNK
     weights_HL = jnp.exp(jnp.where(is_ring_L, last_H1 - decay_HL, last_H1))
     weights_LM = jnp.pad(weights_HL, ((0, LANES - shape.num_heads), (0, 0))).T

@@ -99,7 +99,7 @@ def advance_tokens(
     given = [*(_around(part) for part in (queries, keys, values, decays, betas)), inputs]
     held = [*pools]
     if not interpret:
-        # XLA may otherwise bring a pool that fits into the core's memory there, and back.
+        # XLA may otherwise copy a pool that fits into the core's memory there and back.
         held = [pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in held]
     num_ahead = len(scalars) + len(given)
     out_THv, *held = pl.pallas_call(

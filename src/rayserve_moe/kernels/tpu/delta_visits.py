@@ -216,7 +216,7 @@ def _advance(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
 
 
 def _summed_decays(call: Call, piece: jax.Array, tile: Any) -> jax.Array:
-    """Add the decays of a piece one after the other: a piece with one token has no other order."""
+    """Add up the decays of a piece, token by token: the only order of pieces with one token."""
     ring_CM, place = call.scratch.decay_by_head, _place(call, piece)
     known, count = call.scalars.known_P[piece], call.scalars.count_P[piece]
     token_N1 = jax.lax.broadcasted_iota(jnp.int32, (PIECE, 1), 0)

@@ -66,7 +66,7 @@ def wait_for(ref: Any, number: jax.Array, semaphore: Any, sizes: DispatchSizes) 
 
 
 def arrive(sizes: DispatchSizes, me: jax.Array) -> None:
-    """Tell all ranks that this core is here, so that their copies to it arrive in this call."""
+    """Signal all other ranks that this core has entered the call, so that they may copy to it."""
     barrier = pltpu.get_barrier_semaphore()
 
     def signal(k: jax.Array, _: None) -> None:
@@ -78,7 +78,7 @@ def arrive(sizes: DispatchSizes, me: jax.Array) -> None:
 
 
 def meet(sizes: DispatchSizes) -> None:
-    """Wait until this core is here on all ranks."""
+    """Wait until this core has entered the call on all other ranks (`arrive`)."""
     pl.semaphore_wait(pltpu.get_barrier_semaphore(), sizes.num_ranks - 1)
 
 

@@ -1,6 +1,6 @@
-"""Weights of the kernel `low_latency_dispatch` on their way into two halves of the core's memory.
+"""Copies of weights into the two halves of a core's memory, for the kernel `low_latency_dispatch`.
 
-Memory is never idle between two blocks: the copy of the next block begins while the copy of a block goes on.
+HBM is never idle between two blocks: the copy of the next block begins before the copy of a block ends.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jax.experimental.pallas import tpu as pltpu
 from rayserve_moe.kernels.tpu.dispatch_sizes import DispatchSizes, Refs
 
 CERTAIN_ROWS = 4
-"""Mean number of rows of a slot from which on at most 2 % of slots have none."""
+"""Minimum mean number of rows per slot at which at most 2 % of slots have none."""
 
 
 def early_arrays(sizes: DispatchSizes) -> int:
-    """Return the number of arrays of the first slot that are read before the number of its rows is known.
+    """Return the number of slot 0's arrays to read before its number of rows is known.
 
-    All if it almost certainly has rows, else a single one, which is there when the number is; none if the last core has
-    no slots.
+    All arrays if it almost certainly has rows. Else a single one, whose copy takes about as long as the counts. 0 if
+    the last core has no slots.
     """
     if (sizes.num_cores - 1) * sizes.of_core.num_slots >= sizes.num_slots:
         return 0
@@ -35,10 +35,10 @@ def begin_weights(refs: Refs, sizes: DispatchSizes, num_early: int) -> None:
         copy.start()
 
 
-def go_on_with_weights(refs: Refs, sizes: DispatchSizes, me: jax.Array, num_early: int) -> None:
-    """Find the next slot with rows from each slot on, and read the other arrays of slot 0, or of the first with rows.
+def read_first_weights(refs: Refs, sizes: DispatchSizes, me: jax.Array, num_early: int) -> None:
+    """Record the first slot with rows from each slot on, and begin to read the weights of the first slot with rows.
 
-    Weights of a slot without rows are overwritten once they are there.
+    If that is slot 0, its other arrays follow the early ones. If not, the early ones arrive and are overwritten.
     """
     next_s = refs.tables.next_s
     next_s[sizes.num_slots] = sizes.num_slots
@@ -65,7 +65,7 @@ def go_on_with_weights(refs: Refs, sizes: DispatchSizes, me: jax.Array, num_earl
 def next_weights(
     refs: Refs, sizes: DispatchSizes, slot: jax.Array, block: jax.Array, after: jax.Array, *, turn: jax.Array
 ) -> jax.Array:
-    """Begin to read the next block, and wait for a block of a slot's weights; return the half that holds the block.
+    """Begin to read the next block, wait for `block` of a slot's weights, and return the half that holds it.
 
     After the last block comes the first block of the slot `after`.
     """

@@ -1,4 +1,4 @@
-"""The experts of a device in one TPU kernel: gate (if any), up, activation and down of rows in the order of slots.
+"""Experts of a device in one TPU kernel: gate (if any), up, activation and down of rows in the order of slots.
 
 A step of the kernel's grid computes a slot, or a block of the expert width if an expert does not fit twice. While a
 slot is multiplied, the weights of the next slot with rows are read; weights of slots without rows are never read. Rows

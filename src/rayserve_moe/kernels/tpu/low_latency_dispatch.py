@@ -2,8 +2,8 @@
 
     share counts | place rows | for each local slot: [ send rows of a later slot, multiply, send results back ] | add up
 
-While counts are shared, weights of the first slot are read, which rarely has no rows. While a slot is multiplied, the
-weights of the next slot with rows are read, and rows and results of other slots are copied. An expert that fits into
+While ranks share counts, a core reads weights of its first slot, which usually has rows. While it multiplies a slot, it
+reads the weights of the next slot with rows, and copies rows and results of other slots. An expert that fits into
 the core's memory twice is read whole, and its rows are multiplied in place: only weights are read from HBM, because the
 core holds all rows of all ranks. A larger expert is read in blocks of its width, and the products of all blocks are
 added up. Its rows wait in HBM and are multiplied in groups; the weights are read once for each group:
@@ -70,8 +70,8 @@ from rayserve_moe.kernels.tpu.dispatch_sizes import (
 from rayserve_moe.kernels.tpu.dispatch_weights import (
     begin_weights,
     early_arrays,
-    go_on_with_weights,
     next_weights,
+    read_first_weights,
 )
 
 COLLECTIVE_ID = 1
@@ -155,7 +155,7 @@ def _kernel(*given: Any, sizes: DispatchSizes) -> None:
     if sizes.is_streamed:
         refs = refs._replace(rows=refs.rows._replace(here=refs.rows.here.at[core]))
     _tell_counts(refs, sizes, me)
-    go_on_with_weights(refs, sizes, me, num_early)
+    read_first_weights(refs, sizes, me, num_early)
     _place_rows(refs, sizes)
     ahead = jax.lax.fori_loop(0, min(AHEAD, sizes.num_slots), partial(send_slot, refs, sizes, me), 0)
 

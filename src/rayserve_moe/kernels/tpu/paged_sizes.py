@@ -32,8 +32,8 @@ MAX_KEYS, BLOCK_BYTES = 512, 1 << 20
 """Maximum keys of a block, and bytes of keys and values: as much as memory delivers in 0.6 us on v6e."""
 
 NUM_BUFFERS = 4
-"""Blocks of keys in the core's memory, of which all but one are on their way: two would leave memory idle for as long
-as a copy takes to begin."""
+"""Blocks of keys in the core's memory. One is multiplied while the others are copied. With only two, HBM would be idle
+while a copy starts."""
 
 
 class Knobs(NamedTuple):
@@ -185,25 +185,27 @@ def shape_for(
     )
 
 
-HALF_A_PAGE = 4
-"""Mean number of pieces of a sequence's last page that are cleared, of pages of 128 keys."""
+MEAN_CLEARED_PIECES = 4
+"""Mean number of pieces to clear behind a sequence's last key: half a page of 128 keys."""
 
 
 def tile_trips(num_tiles: float, num_visits: float, num_pages: float) -> tuple[float, ...]:
-    """Return the trips, per entry, of the loops of a call on a core that a schedule leaves open, in its order.
+    """Return the trips per entry of a call's loops without a static trip count, in the order of its schedule.
 
-    They fill buffers, which the first tile does, request pages, visit blocks of keys, request pages, clear keys ahead
-    of a window, which is not counted, and clear keys behind the last one.
+    The loops fill buffers (in the first tile only), request pages, visit blocks of keys, request pages, clear keys
+    ahead of a window (counted as 0), and clear keys behind the last one.
     """
     blocks, pages = num_visits / (num_tiles or 1), num_pages / (num_visits or 1)
-    return NUM_BUFFERS / (num_tiles or 1), pages, blocks, pages, 0.0, HALF_A_PAGE / (blocks or 1)
+    return NUM_BUFFERS / (num_tiles or 1), pages, blocks, pages, 0.0, MEAN_CLEARED_PIECES / (blocks or 1)
 
 
 def group_trips(
     num_groups: float, num_visits: float, num_pages: float, *, num_tokens: int, num_pieces: float
 ) -> tuple[float, ...]:
-    """Return the trips of `tile_trips` and of the loops of a grouped call: the groups, the tokens of a group whose
-    positions are spread, pieces that are put in and waited for, and tokens that are written and waited for.
+    """Return the trips per entry of a grouped call's loops, like `tile_trips`.
+
+    Further loops visit groups, spread the positions of a group's tokens, put pieces and wait for them, and write tokens
+    and wait for them.
     """
     *fill, blocks, pages, ahead, behind = tile_trips(num_groups, num_visits, num_pages)
     tokens, pieces = num_tokens / (num_groups or 1), num_pieces / (num_groups or 1)

@@ -1,7 +1,7 @@
-"""Pages of the pool on their way into the core's memory: blocks of keys arrive while an earlier one is multiplied.
+"""Copies of the pool's pages into the core's memory: blocks of keys arrive while an earlier block is multiplied.
 
-The visits of a core follow each other, and so do their blocks: the first blocks of a visit are requested during the
-last blocks of the visits before it. All buffers but one are on their way at a time, so that memory is never idle.
+The blocks of a core's visits form one sequence: the first blocks of a visit are requested during the last blocks of
+earlier visits. Copies into all buffers but one are in flight, so that HBM is never idle.
 """
 
 # B query blocks   Q queries per block   P page-table width   X lanes of a row   S key positions of a block
@@ -56,7 +56,7 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True)
 class PageStream:
-    """The pool in HBM and buffers [N, S, X] in the core's memory for a block each, with a semaphore each.
+    """Pool in HBM, and buffers [N, S, X] in the core's memory that hold a block each, with a semaphore each.
 
     `num_tiles` visits belong to a sequence with `table_width` pages; a block has `num_pages` of `page_size` keys.
     """
@@ -156,16 +156,19 @@ class PageStream:
 
 
 class Progress(NamedTuple):
-    """Scalar memory [1] each: blocks that were multiplied, and the visit and block that are requested next."""
+    """Position of a `BlockQueue`, in scalar memory: int32 [1] each."""
 
     num_done: Any
+    """Number of multiplied blocks."""
     visit: Any
+    """Visit of the next block to request."""
     block: Any
+    """Next block to request, within its visit."""
 
 
 @dataclass(frozen=True)
 class BlockQueue:
-    """Blocks of the visits ahead of `end`, one after the other, of which all buffers but one are filled at a time."""
+    """Sequence of the blocks of all visits ahead of `end`. It keeps copies into all buffers but one in flight."""
 
     stream: PageStream
     progress: Progress
@@ -173,20 +176,21 @@ class BlockQueue:
 
     @property
     def num_buffers(self) -> int:
+        """Return the number of buffers."""
         return self.stream.blocks.shape[0]
 
     @property
     def buffer(self) -> jax.Array:
-        """Return the buffer of the block that is multiplied."""
+        """Return the buffer with the next block to multiply."""
         return jax.lax.rem(self.progress.num_done[0], self.num_buffers)
 
     def begin(self, visit: jax.Array) -> None:
-        """Forget all blocks; the first one to request is that of the first visit from `visit` on that has blocks."""
+        """Start at the first block of the first nonempty visit from `visit` on."""
         self.progress.num_done[0] = self.progress.block[0] = 0
         self.progress.visit[0] = self.stream.scalars.filled[visit]
 
     def fill(self, num_buffers: jax.Array) -> None:
-        """Zero the first `num_buffers` buffers, 0 or all, and request blocks into all but the last one."""
+        """Zero the first `num_buffers` buffers (0 or all) and request a block into each, except into the last one."""
         blocks = self.stream.blocks
 
         def fill_one(buffer: jax.Array, carry: None) -> None:
@@ -196,12 +200,12 @@ class BlockQueue:
         jax.lax.fori_loop(0, num_buffers, fill_one, None)
 
     def advance(self) -> None:
-        """Request a block into the buffer that was multiplied last."""
+        """Request a block into the buffer of the last multiplied block."""
         behind = self.progress.num_done[0] + self.num_buffers - 1
         self._request(jax.lax.rem(behind, self.num_buffers))
 
     def _request(self, buffer: jax.Array) -> None:
-        """Request the next block, if there is one."""
+        """Request the next block, or nothing after the last one."""
         visit, block = self.progress.visit[0], self.progress.block[0]
 
         @pl.when(visit < self.end)

@@ -18,6 +18,7 @@ from rayserve_moe.model.config_parts import (
 )
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import (
+    KIMI_KEYS,
     MAX_NUMBER,
     flag_of,
     integer_of,
@@ -55,11 +56,7 @@ CHECKPOINT_RULES = {
     "selection_bias": _LAYER + "mlp.gate.expert_bias",
 }
 _SHARED_KEYS = {
-    "model_max_length": "max_position_embeddings",
-    "moe_renormalize": "norm_topk_prob",
-    "num_expert_group": "n_group",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
+    **KIMI_KEYS,
     "layer_group_size": "full_attention_interval",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }

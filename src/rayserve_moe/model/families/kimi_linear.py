@@ -16,6 +16,7 @@ from rayserve_moe.model.config_parts import (
     outline_of,
 )
 from rayserve_moe.model.config_values import (
+    KIMI_KEYS,
     integer_of,
     object_of,
     refuse_other_values,
@@ -51,14 +52,7 @@ CHECKPOINT_RULES = {
     "kda_z": _ATTENTION + "g_b_proj.weight",
 }
 OTHER_RULES = (CHECKPOINT_RULES | moved(DENSE_MLP, _LAYER + "mlp.", _EXPERTS),)
-"""transformers writes dense layers like those with experts."""
-_SHARED_KEYS = {
-    "model_max_length": "max_position_embeddings",
-    "moe_renormalize": "norm_topk_prob",
-    "num_expert_group": "n_group",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-}
+"""Names of transformers, which puts dense layers under the prefix of experts."""
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -66,7 +60,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
     Raises: UnsupportedModelError with a key and its value if the family does not support it.
     """
-    config = _flattened({"q_lora_rank": None, **with_shared_keys(config, _SHARED_KEYS)})
+    config = _flattened({"q_lora_rank": None, **with_shared_keys(config, KIMI_KEYS)})
     refuse_other_values(
         config,
         "kimi_linear",
@@ -102,7 +96,10 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _flattened(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config with the keys of its `linear_attn_config`, whose layers count from 1, among its own."""
+    """Return the config with the keys of its `linear_attn_config` at the top; lists of layers there count from 1.
+
+    Raises: UnsupportedModelError if the two lists of layers contradict each other.
+    """
     linear, num_layers = object_of(config, "linear_attn_config"), integer_of(config, "num_hidden_layers")
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
     sizes = with_shared_keys(linear, {**names, "short_conv_kernel_size": "linear_conv_kernel_dim"})
@@ -122,7 +119,7 @@ def _flattened(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _layers_at(linear: Mapping[str, Any], key: str, num_layers: int) -> list[int] | None:
-    """Return the layers of a list that the model has; None without the list.
+    """Return the layers under a key, up to `num_layers`; None without the key.
 
     Raises: UnsupportedModelError for another value.
     """

@@ -52,7 +52,7 @@ _TYPES = {
     "moe": "E",
     "mlp": "-",
 }
-"""Letter of a type of layer, in its old and its new spelling."""
+"""Letter of each type of layer, in both spellings of a type."""
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:

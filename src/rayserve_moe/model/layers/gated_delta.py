@@ -40,7 +40,7 @@ EPS = 1e-6
 
 
 class DeltaSizes(Protocol):
-    """Sizes of a mixer with a delta rule, by which states are kept and tokens prepared."""
+    """Sizes that `states`, `prepare` and `advance_layer` need of a mixer."""
 
     @property
     def kind(self) -> str: ...
@@ -257,9 +257,9 @@ class DeltaInputs(NamedTuple):
     decay_THx: jax.Array
     """Logarithms of decays, float32."""
     beta_TH: jax.Array
-    """Float32."""
+    """Weights of the new values, float32 from 0 to 1."""
     gate_THv: jax.Array
-    """Gates of outputs before their function."""
+    """Output gates before their function (`GateRule.output`)."""
 
 
 def apply(own: GatedDelta, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
@@ -275,7 +275,7 @@ def advance_layer(
     *,
     project_rows: Callable[..., DeltaInputs],
 ) -> tuple[jax.Array, Pools]:
-    """Compute `apply` of a mixer with a delta rule; `project_rows(own, normed_TD, weights)` projects the stream."""
+    """Compute a layer with a delta rule like `apply`; `project_rows(own, normed_TD, weights)` projects the stream."""
     (normed_TD, pools), (weights, of_step, layer, config) = rows, inputs
     step, kernels, by_rows = of_step.prepared[own.kind], config.kernels.recurrence, config.kernels.by_rows
     if kernels.advance_layer is not None:
@@ -311,7 +311,7 @@ def advance_layer(
 
 
 def _projected(own: GatedDelta, normed_TD: jax.Array, weights: dict[str, jax.Array]) -> DeltaInputs:
-    """Project the stream."""
+    """Project the stream [T, D] by a layer's weights."""
     q_TK, k_TK, v_TH, z_TH, b_TH, a_TH = (
         project(normed_TD, weights[name]) for name in ("q_LDK", "k_LDK", "v_LDH", "z_LDH", "b_LDH", "a_LDH")
     )

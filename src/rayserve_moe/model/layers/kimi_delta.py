@@ -1,6 +1,6 @@
 """Kimi delta attention (arXiv:2510.26692): the gated delta rule with a decay for each element of a key.
 
-States, pieces and the convolution are those of `gated_delta`.
+`gated_delta` provides states, pieces and the convolution.
 """
 
 # T tokens   L layers of the kind   D model width   K, H heads * their width, or heads   A heads   d head width
@@ -135,7 +135,7 @@ def apply(own: KimiDelta, rows: tuple[jax.Array, Pools], inputs: LayerInputs) ->
 
 
 def _projected(own: KimiDelta, normed_TD: jax.Array, weights: dict[str, jax.Array]) -> DeltaInputs:
-    """Project the stream."""
+    """Project the stream [T, D] by a layer's weights."""
     q_TH, k_TH, v_TH, b_TA = (project(normed_TD, weights[name]) for name in ("q_LDK", "k_LDK", "v_LDH", "b_LDH"))
     a_TH, z_TH = (_in_two_products(normed_TD, weights, part) for part in ("a", "z"))
     wide_TH = a_TH.astype(jnp.float32) + weights["decay_bias_LH"]
@@ -146,7 +146,7 @@ def _projected(own: KimiDelta, normed_TD: jax.Array, weights: dict[str, jax.Arra
 
 
 def _in_two_products(normed_TD: jax.Array, weights: dict[str, jax.Array], part: str) -> jax.Array:
-    """Project the stream by one matrix, or by two with few columns between them."""
+    """Project the stream by one matrix, or by two matrices with a low rank."""
     if f"{part}_LDH" in weights:
         return project(normed_TD, weights[f"{part}_LDH"])
     return project(project(normed_TD, weights[f"{part}_in_LDR"]), weights[f"{part}_LRH"])

@@ -1,8 +1,8 @@
 """Mamba-2 layers (Dao and Gu, arXiv:2405.21060): configuration, parameters and computation.
 
-A head's state is a gated linear recurrence without the delta rule (`kernels.reference.gated_delta`). Its entries and
-rings are those of gated delta layers. Keys are the paper's B and queries its C, which the heads of a group share;
-values are x, and `beta` is the step dt.
+A head's state is a gated linear recurrence without the delta rule (`kernels.reference.gated_delta`), with the entries
+and rings of gated delta layers. Keys are the paper's B and queries its C, which the heads of a group share; values are
+x, and `beta` is the step dt.
 """
 
 # T tokens   L layers of the kind   D model width   K groups   H heads   d state width   v head width   J taps
@@ -125,8 +125,7 @@ def parameters(own: Mamba2, spec: ModelSpec, *, dtype: str, tensor_size: int) ->
 def apply(own: Mamba2, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tuple[jax.Array, Pools]:
     """Advance the states of a step's rows; return the addend of the stream [T, D], and the pools."""
     (normed_TD, pools), (weights, of_step, layer, config) = rows, inputs
-    step, kernels, num_tokens = of_step.prepared[KIND], config.kernels.recurrence, len(normed_TD)
-    by_rows = config.kernels.by_rows
+    step, kernels, by_rows = of_step.prepared[KIND], config.kernels.recurrence, config.kernels.by_rows
     if kernels.advance_mamba2_layer is not None:
         out_TD, arrays = kernels.advance_mamba2_layer(
             normed_TD,
@@ -151,18 +150,10 @@ def apply(own: Mamba2, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tu
             channels_TKW, _by_group(*taps, own), arrays, step.history, layer=place, bias_KW=bias_KW
         ).astype(normed_TD.dtype)
     with jax.named_scope("recurrence"):
-        d, decay_H = own.key_dim, -jnp.exp(of_layer["decay_LH"])
-        x_THv = mixed_TKW[..., 2 * d :].reshape(num_tokens, -1, own.value_dim)
-        tokens = DeltaTokens(
-            mixed_TKW[..., :d],
-            mixed_TKW[..., d : 2 * d],
-            x_THv,
-            (decay_H * step_TH)[..., None],
-            step_TH,
-            channels_TKW,
-        )
+        decay_TH = -jnp.exp(of_layer["decay_LH"]) * step_TH
+        tokens = DeltaTokens(*_split(mixed_TKW, own), decay_TH[..., None], step_TH, channels_TKW)
         out_THv, arrays = kernels.advance(tokens, arrays, step.pieces, layer=place, delta=False)
-        out_THv = out_THv + of_layer["skip_LH"][:, None] * x_THv.astype(jnp.float32)
+        out_THv = out_THv + of_layer["skip_LH"][:, None] * tokens.values_THv.astype(jnp.float32)
     with jax.named_scope("output_product"):
         multiply = partial(
             _output_product, of_layer=of_layer, num_groups=channels_TKW.shape[1], eps=config.spec.norm_eps
@@ -181,6 +172,12 @@ def _projected(
     )
     step_TH = jax.nn.softplus(step_TH.astype(jnp.float32) + of_layer["step_bias_LH"])
     return z_TI, _by_group(c_TN, b_TN, x_TI, own), jnp.maximum(step_TH, own.min_step)
+
+
+def _split(mixed_TKW: jax.Array, own: Mamba2) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split mixed channels into C and B [T, K, d], and x [T, H, v]."""
+    c_TKd, b_TKd, x_TKr = jnp.split(mixed_TKW, [own.key_dim, 2 * own.key_dim], axis=-1)
+    return c_TKd, b_TKd, x_TKr.reshape(len(x_TKr), -1, own.value_dim)
 
 
 def _output_product(

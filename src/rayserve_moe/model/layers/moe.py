@@ -302,6 +302,7 @@ def _stacked_router(experts: dict[str, jax.Array], layer: jax.Array) -> StackedR
 
 
 def _expert_adapters(inputs: StepInputs, layer: jax.Array) -> RowAdapters | None:
+    """Return the resident adapters of experts for the step's tokens; None if no token has one."""
     of_layer = adapters_of(inputs, "experts", layer)
     if of_layer is None:
         return None

@@ -129,7 +129,7 @@ class Fleet:
             outcome = await asyncio.wrap_future(self._control.adapters.load(adapter, name, path=path))
             if membership is None or membership.member.is_single_replica or not outcome.success:
                 return outcome
-            # A replica that has joined meanwhile may have taken the adapters before this one was among them.
+            # A replica that joined meanwhile may have copied the adapters before this one was loaded.
         passed_on = await asyncio.to_thread(membership.calls.put, sent)
         return await self._outcome("load_adapter", name, path, passed_on)
 

@@ -55,9 +55,9 @@ class OffersOfOthers:
     def take_adapters(self, loads: AdapterLoads) -> None:
         """Load the adapters that another replica holds beside its weights, the least recently used first.
 
-        Waits until a running replica offers its adapters, or none runs.
+        Waits until a running replica offers its adapters or no running replica holds any.
 
-        Raises: RuntimeError if one cannot be loaded: this replica would reject its requests.
+        Raises: RuntimeError if an adapter cannot be loaded: this replica would reject its requests.
         """
         while not (offers := (asked := self._ask("offered_adapters")).values) and not _has_no_adapters(asked):
             log.warning("no replica has offered its adapters yet: asking again")
@@ -80,6 +80,6 @@ class OffersOfOthers:
 
 
 def _has_no_adapters(asked: Answers) -> bool:
-    """Return True if no running replica can offer adapters: none runs, or those that run have other settings."""
+    """Return True if no replica runs, or all running replicas answer that they hold no adapters."""
     refusals = [answer.refusal for answer in asked.by_replica.values() if answer.refusal is not None]
     return not asked.missing and all(refusal.code == NO_ADAPTERS for refusal in refusals)

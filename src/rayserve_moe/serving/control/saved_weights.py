@@ -1,4 +1,4 @@
-"""Saved weights that Tinker's clients name by path: adapters below `weight_roots`, loaded when they are first named."""
+"""Saved weights that Tinker's clients name by path: adapters below `weight_roots`, loaded when a path is first used."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ PARAM = "model_path"
 
 @dataclass
 class SavedWeights:
-    """Loads the adapter of a path once, however many clients name it. Its path is its name."""
+    """Adapters by path, each loaded once for all clients under its path as name."""
 
     state: ApiState
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while an adapter is loaded."""
 
     async def load(self, model_path: str) -> None:
-        """Load an adapter on all replicas unless it is: beside the weights, or merged on a server without `max_loras`.
+        """Load an adapter on all replicas unless it is loaded. A server without `max_loras` merges it.
 
         Raises: ApiError 404 if no root holds it, 400 if it is refused, 409 if it would be merged into other weights.
         """
@@ -42,9 +43,9 @@ class SavedWeights:
                 raise ApiError(400, loaded.outcome.message, param=PARAM, code="weights_refused")
 
     async def keep(self, model_path: str) -> None:
-        """Load an adapter again if it was dropped, for a sampler that was made with it.
+        """Load the adapter of a sampler again if it was dropped.
 
-        Raises: ApiError as `load`, and 404 if it was merged and other weights serve now.
+        Raises: ApiError as `load`, and 404 on a server without `max_loras` that serves other weights by now.
         """
         if not holds_beside(self.state) and not is_loaded(self.state, model_path):
             message = "other weights serve now: without max_loras a server merges a single adapter"
@@ -52,7 +53,7 @@ class SavedWeights:
         await self.load(model_path)
 
     def _directory_of(self, model_path: str) -> str | None:
-        """Return the directory of a path below the first root that holds an adapter there, or None."""
+        """Return the directory of a path below the first root with an adapter there, or None."""
         roots = [root.rstrip("/") for root in self.state.weight_roots if not is_url(root)]
         reach = Reach(self.state.weight_roots)
         found = (f"{root}/{model_path.removeprefix(SAVED)}" for root in roots)

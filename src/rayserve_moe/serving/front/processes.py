@@ -40,7 +40,7 @@ class Handed:
         return cls(**json.loads((folder / _HANDED).read_text(encoding="utf-8")))
 
     def write(self, folder: Path) -> None:
-        """Hand it over."""
+        """Write it for the next HAProxy of the folder."""
         replace_text(folder / _HANDED, json.dumps(asdict(self)))
 
 

@@ -101,7 +101,7 @@ class Spent:
     lead_bundles: float = 0.0
     """Bundles before the first large copy from HBM starts; 0 without such a copy."""
     num_waits: int = 0
-    """Waits that no loop over copies repeats, and that are not beside the first large copy: nothing hides them."""
+    """Waits that no copy hides: outside loops over copies, and not beside the first large copy."""
     visits: float = 1.0
     """Copies from HBM that follow each other, those of several arrays at a time counted once."""
     matrix_ops: float = 0.0

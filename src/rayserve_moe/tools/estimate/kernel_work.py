@@ -134,7 +134,7 @@ class KernelWork:
     visits: float = 0.0
     """Copies that follow each other, by all cores; 0: as in the schedule."""
     num_ahead: int = 1
-    """Copies that are on their way at a time."""
+    """Copies in flight at a time."""
     trips_beside: tuple[float, ...] = ()
     """As `trips_each`, with 0 for loops that run beside copies: the bundles of others are added to their time. Empty:
     those before the first large copy are."""
@@ -360,11 +360,12 @@ def _chosen_attention(instruction: Instruction, operands: list[Instruction], spa
 
 
 def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
-    """Count what a visit, a piece and a token read and write, and folds.
+    """Count the bytes and the code of visits, pieces, tokens and folds.
 
-    A visit reads a state, sums of decays, and its ring up to the cursor in tiles of tokens; the sums go back. With a
-    decay per element of a key, sums lie in the ring. A piece reads a tile of tokens. A fold writes a state, and copies
-    a window. The code of each is known by its copies; without sums the loop of rows that are written alone counts.
+    A visit reads a state, sums of decays, and its ring up to the cursor in tiles of tokens; it writes the sums. With a
+    decay per element of a key, sums lie in the ring. A piece reads a tile of tokens. A fold writes a state and copies a
+    window. `RegionRuns` find the code of each by the size of its copies. With a decay per element, trips of a loop
+    count the rows that are written alone.
     """
     out, *pools = instruction.shapes
     value_row = out.num_bytes / out.dims[0]

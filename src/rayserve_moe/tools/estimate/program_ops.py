@@ -53,7 +53,7 @@ class Op:
     visits: float = 1.0
     """Copies of a kernel that follow each other; of decode attention, sequences."""
     num_ahead: int = 1
-    """Copies of visits that are on their way at a time: these wait together."""
+    """Copies of visits in flight at a time; their waits overlap."""
     matrix_ops: float = 0.0
     """Instructions of a core's matrix units."""
     num_peers: int = 1

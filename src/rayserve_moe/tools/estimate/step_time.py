@@ -177,9 +177,9 @@ class OpPrice:
     def seconds(self) -> float:
         """Return the seconds of an execution without the overhead.
 
-        A visit of a kernel takes the time of its code, or of its copy with the latency, which copies that are on their
-        way at a time share. Decode attention waits for the pages of a sequence before it computes, and hides only a
-        part of either. A collective has its latency as its overhead.
+        A visit of a kernel takes the time of its code, or of its copy with the latency; copies in flight share the
+        latency. Decode attention waits for the pages of a sequence before it computes, and hides only a part of either.
+        A collective has its latency as its overhead.
         """
         op, core_s = self.op, max(self.core_s, self.matrix_s)
         waits_s = WAITS_OF_A_VISIT.get(op.kind, 0) * op.visits / op.num_ahead * self.rates.wait_s

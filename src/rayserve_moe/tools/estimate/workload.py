@@ -73,55 +73,70 @@ def step_work(model: ModelConfig, sizes: StepSizes, *, prompt_tokens: int = 0) -
     """
     plan, spec, experts = model.plan, model.spec, model.experts
     num_devices = plan.mesh.devices.size
-    rank_tokens = sizes.rows + prompt_tokens
-    all_tokens = rank_tokens * plan.data_size
+    all_tokens = (sizes.rows + prompt_tokens) * plan.data_size
     slots = experts.num_slots // num_devices
     used_slots = fullest_slots(slots, num_devices, share=spec.router.top_k / experts.num_slots, num_tokens=all_tokens)
     expert_rows = all_tokens * spec.router.top_k / num_devices
-    flops, weight_bytes = 0.0, 0.0
-    for group, specs in parameter_tree(model, dtype=sizes.dtype).items():
-        for name, param in specs.items():
-            elements = math.prod(plan.sharding(param.axes).shard_shape(param.shape))
-            used = used_slots / slots if param.num_experts else 1.0
-            rows = expert_rows / slots if param.num_experts else rank_tokens
-            if group == "embedding":
-                used, rows = _of_table(name, ties=spec.tie_embeddings), sizes.rows * plan.data_size
-            weight_bytes += used * elements * jnp.dtype(param.dtype).itemsize
-            flops += 2 * elements * rows * (1 if used else 0)
-    attention: dict[AttentionSizes, list[AttentionWork]] = {}
+    of_slot = used_slots / slots, expert_rows / slots
+    flops, weight_bytes = _weight_work(model, sizes, of_slot=of_slot, prompt_tokens=prompt_tokens)
     sparse = _sparse_work(model, sizes, prompt_tokens=prompt_tokens)
-    see_some = sparse is not None and sparse.num_tokens > 0
-    for mixer, shape in _scoring(spec):
-        kept = state_of_mixer(model, mixer)
-        row_bytes = kept.row_bytes(plan, dtype=sizes.kv_dtype)
-        of_layer = partial(_attention_work, model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
-        for window, num_layers in Counter(kept.windows).items():
-            for call, work in of_layer(window=window).items():
-                of_call = _without_singles(work) if see_some else work
-                attention[call] = [*attention.get(call, []), *[of_call] * num_layers]
-            heads = shape.num_heads // plan.tensor_size
-            limit = sparse.top_k if sparse is not None and see_some else window
-            of_prompt = sparse.top_k if sparse is not None and sparse.index_blocks else window
-            pairs = _seen(sizes, of_prompt, of_single=limit, prompt_tokens=prompt_tokens)
-            flops += 2 * heads * (shape.key_width + shape.value_width) * pairs * num_layers
-    state_bytes = _state_bytes(model, sizes, sparse, prompt_tokens=prompt_tokens)
-    if sparse is not None:
-        flops += _index_flops(spec, sparse)
-    recurrent = _recurrent_work(model, sizes, prompt_tokens=prompt_tokens)
+    attention, attention_flops = _attention_of_layers(model, sizes, sparse, prompt_tokens=prompt_tokens)
+    index_flops = 0.0 if sparse is None else _index_flops(spec, sparse)
     devices = devices_of_token(experts.num_slots, num_devices, top_k=spec.router.top_k)
     rows_sent = all_tokens / num_devices * devices
     exchanged = 2 * rows_sent * spec.exchanged_width * jnp.dtype(sizes.dtype).itemsize * len(spec.moe_layer_ids)
     return StepWork(
         used_slots,
         expert_rows,
-        {call: _mean(works) for call, works in attention.items()},
-        flops,
-        weight_bytes + state_bytes,
-        recurrent,
+        attention,
+        flops + attention_flops + index_flops,
+        weight_bytes + _state_bytes(model, sizes, sparse, prompt_tokens=prompt_tokens),
+        _recurrent_work(model, sizes, prompt_tokens=prompt_tokens),
         exchanged_bytes=exchanged,
         device_share=devices / num_devices,
         sparse=sparse,
     )
+
+
+def _weight_work(
+    model: ModelConfig, sizes: StepSizes, *, of_slot: tuple[float, float], prompt_tokens: int
+) -> tuple[float, float]:
+    """Return the operations of products with weights on a device, and the bytes of these weights.
+
+    `of_slot` are the share of expert slots in use, and the mean number of rows of a slot.
+    """
+    plan, flops, num_bytes = model.plan, 0.0, 0.0
+    for group, specs in parameter_tree(model, dtype=sizes.dtype).items():
+        for name, param in specs.items():
+            elements = math.prod(plan.sharding(param.axes).shard_shape(param.shape))
+            used, rows = of_slot if param.num_experts else (1.0, sizes.rows + prompt_tokens)
+            if group == "embedding":
+                used, rows = _of_table(name, ties=model.spec.tie_embeddings), sizes.rows * plan.data_size
+            num_bytes += used * elements * jnp.dtype(param.dtype).itemsize
+            flops += 2 * elements * rows * (1 if used else 0)
+    return flops, num_bytes
+
+
+def _attention_of_layers(
+    model: ModelConfig, sizes: StepSizes, sparse: SparseWork | None, *, prompt_tokens: int
+) -> tuple[dict[AttentionSizes, AttentionWork], float]:
+    """Return the mean work of each call of attention over the layers with this call, and the operations of all."""
+    calls: dict[AttentionSizes, list[AttentionWork]] = {}
+    flops, see_some = 0.0, sparse is not None and sparse.num_tokens > 0
+    for mixer, shape in _scoring(model.spec):
+        kept = state_of_mixer(model, mixer)
+        row_bytes = kept.row_bytes(model.plan, dtype=sizes.kv_dtype)
+        of_layer = partial(_attention_work, model, shape, sizes, row_bytes=row_bytes, prompt_tokens=prompt_tokens)
+        for window, num_layers in Counter(kept.windows).items():
+            for call, work in of_layer(window=window).items():
+                of_call = _without_singles(work) if see_some else work
+                calls[call] = [*calls.get(call, []), *[of_call] * num_layers]
+            heads = shape.num_heads // model.plan.tensor_size
+            limit = sparse.top_k if sparse is not None and see_some else window
+            of_prompt = sparse.top_k if sparse is not None and sparse.index_blocks else window
+            pairs = _seen(sizes, of_prompt, of_single=limit, prompt_tokens=prompt_tokens)
+            flops += 2 * heads * (shape.key_width + shape.value_width) * pairs * num_layers
+    return {call: _mean(works) for call, works in calls.items()}, flops
 
 
 def _state_bytes(model: ModelConfig, sizes: StepSizes, sparse: SparseWork | None, *, prompt_tokens: int) -> float:

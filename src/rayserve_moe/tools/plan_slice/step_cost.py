@@ -157,9 +157,9 @@ def step_cost(
 def _waits_s(
     model: ModelConfig, work: StepWork, tokens: StepTokens, *, backend: str, num_chunks: int, chip: Chip
 ) -> float:
-    """Return a step's waits: of expert slots, of sequences, of what attention does not hide, and of collectives.
+    """Return a step's waits: for expert slots, sequences, the exposed part of attention, and collectives.
 
-    Attention copies blocks into all its buffers but one at a time, which divides its waits.
+    Attention has copies into all its buffers but one in flight; these share the wait of a sequence.
     """
     spec, rates = model.spec, calibrated(chip)
     slots_s = work.used_slots * rates.wait_s + (DISPATCH_ENDS_S if backend == LOW_LATENCY else 0.0)

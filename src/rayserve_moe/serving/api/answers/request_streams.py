@@ -153,8 +153,8 @@ async def open_streams(
 ) -> RequestStreams:
     """Submit every request, or none: if `GenerationStream` raises, the submitted ones are aborted.
 
-    `param_names` maps the engine's field names to the route's. `scope` is the HTTP request's, for its journal,
-    its session and hints about its pages. Other tasks run between many choices.
+    `param_names` maps the engine's field names to the route's. `scope` of an HTTP request gives its journal, its
+    session and its hints about pages. Other tasks run between many choices.
     """
     with_adapter = partial(keyed, state.loop.control)
     with refusals_named(param_names or {}):

@@ -1,4 +1,4 @@
-"""Routes `/tokenize` and `/detokenize`, whose answers have the names of vLLM and SGLang, and of ends of sessions."""
+"""Routes `/tokenize` and `/detokenize`, with the field names of vLLM and SGLang, and `/finish_session`."""
 
 from __future__ import annotations
 
