@@ -159,7 +159,7 @@ class Underway(NamedTuple):
 class Chunk(NamedTuple):
     """Tokens to exchange: hidden states [T, D], slot of each assignment [T, K] over all ranks' slots, gates [T, K].
 
-    A slot of `num_slots` or beyond goes nowhere. Adapters are those of `RoutedTokens`.
+    Assignments to slots of `num_slots` or beyond are not sent. `adapter_T` is as in `RoutedTokens`.
     """
 
     hidden_TD: jax.Array
@@ -207,8 +207,8 @@ def run_overlapped(chunks: Chunk, *, multiply: Multiply, config: ExchangeConfig)
 def exchange_chunk(chunk: Chunk, *, multiply: Multiply, config: ExchangeConfig) -> jax.Array:
     """Send a chunk's rows, multiply the rows that arrive, return the results and add them up: [T, D].
 
-    `multiply(rows_CQV, slots_C, adapter_C)` returns the results, of the rows' shape. An empty row holds anything and
-    has the number of local slots for its slot; its result is not used.
+    `multiply(rows_CQV, slots_C, adapter_C)` returns the results, of the rows' shape. The slot of an empty row is the
+    number of local slots; its values are undefined, and its result is not used.
     """
     if _fits_one_round(chunk, config):
         underway = multiply_chunk(send_chunk(chunk, config=config), multiply=multiply, config=config)
@@ -369,7 +369,7 @@ def _rounded(numbers: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _multiply_round(
     rows_CQV: jax.Array, route: Route, turn: jax.Array | int, *, multiply: Multiply, config: ExchangeConfig
 ) -> jax.Array:
-    """Multiply the received rows of a round; a row that is not received has the number of local slots for its slot."""
+    """Multiply the received rows of a round; the slot of rows that are not received is the number of local slots."""
     num_local = config.num_slots // config.num_ranks
     place_C = turn * config.round_rows + np.arange(config.round_rows, dtype=np.int32)
     pair_C = jnp.searchsorted(route.ends_X, place_C, side="right", method="compare_all")

@@ -99,7 +99,7 @@ def unsupported_reason(tokens: RoutedTokens, experts: PlacedExperts, *, config: 
 def unsupported_here(tokens: RoutedTokens, experts: PlacedExperts, *, config: ExpertConfig) -> str:
     """Return why `apply_device_sums` cannot take a call; empty if it can.
 
-    Another backend that takes a call because of adapters adds up in the order of this one.
+    A backend that takes a call in its place because of adapters adds up in the same order.
     """
     if experts.adapters is not None:
         return "tokens have adapters of experts"

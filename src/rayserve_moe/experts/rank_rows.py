@@ -116,7 +116,7 @@ def gather_adapters(
     if adapter_T is None:
         return None
     adapter_N = take(adapter_T, order.token_P)
-    # TPUs gather whole lanes, and add up others.
+    # On TPUs, XLA gathers only whole lanes and turns other gathers into sums.
     return jax.lax.all_gather(jnp.pad(adapter_N, (0, -adapter_N.size % LANES)), axes)
 
 

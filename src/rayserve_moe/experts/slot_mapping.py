@@ -82,7 +82,7 @@ def placement_arrays(placement: ExpertPlacement) -> PlacementArrays:
 
 
 def experts_of_slots(bounds: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """Return the expert of each slot by maps in host memory, int32 [..., P]: `PlacementArrays` of layers or of one."""
+    """Return the expert of each slot, int32 [..., P], given arrays of `PlacementArrays` in host memory."""
     experts = np.empty_like(slots)
     np.put_along_axis(experts, slots, bounds // WHOLE, axis=-1)
     return experts

@@ -190,8 +190,9 @@ def expert_sums(
     kernel = KERNEL_OF[str(weights.up_XDF.dtype)]
     call = jax.ffi.ffi_call(f"{PREFIX}{kernel}", jax.ShapeDtypeStruct(hidden_TD.shape, jnp.float32))
     first = jnp.asarray(experts.first_slot, jnp.int32)
-    of_gate, of_others = weights.up_XDF.dtype, hidden_TD.dtype
-    arrays = (_or_empty(array, of_others if place else of_gate) for place, array in enumerate(weights[:6]))
+    # An absent gate has the type of the other matrices, absent biases have the type of the tokens.
+    dtypes = (weights.up_XDF.dtype, *[hidden_TD.dtype] * 5)
+    arrays = (_or_empty(array, dtype) for array, dtype in zip(weights[:6], dtypes, strict=True))
     scales = (_or_empty(array, jnp.float32) for array in weights[6:])
     return call(
         hidden_TD,

@@ -99,7 +99,7 @@ class DeltaScratch(NamedTuple):
     out_HNv: Any
     """Tokens of the piece, by heads."""
     reach_HL: Any
-    """Sums of decays of the ring, and behind them those of the piece; not used by element."""
+    """Sums of decays as `[ring | piece]`; not used by element."""
     new_keys_SNKd: Any
     new_fresh_SNHv: Any
     new_decay_S: Any

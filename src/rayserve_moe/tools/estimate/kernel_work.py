@@ -364,8 +364,7 @@ def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
 
     A visit reads a state, sums of decays, and its ring up to the cursor in tiles of tokens; it writes the sums. With a
     decay per element of a key, sums lie in the ring. A piece reads a tile of tokens. A fold writes a state and copies a
-    window. `RegionRuns` find the code of each by the size of its copies. With a decay per element, trips of a loop
-    count the rows that are written alone.
+    window. `RegionRuns` find the code of each by the size of its copies.
     """
     out, *pools = instruction.shapes
     value_row = out.num_bytes / out.dims[0]
