@@ -94,9 +94,16 @@ def test_a_rank_above_the_programs_is_rejected():
         held(config(7), tensors, QWEN)
 
 
-EXPERT_LAYOUTS = [
+OFTEN = {
     *(("qwen3_moe", layout) for layout in LAYOUTS),
     *((family, layout) for family in ("gpt_oss", "deepseek_v3", "qwen3_next") for layout in ("fused", "shared_outer")),
+}
+WITHOUT_GATE = {"nemotron_h": ("per_expert", "shared_outer")}
+"""Layouts of families whose experts have no gate; the others hold gate and up together."""
+EXPERT_LAYOUTS = [
+    pytest.param(family, layout, marks=() if (family, layout) in OFTEN else pytest.mark.slow)
+    for family in sorted({case.family for case in FAMILY_CASES})
+    for layout in WITHOUT_GATE.get(family, LAYOUTS)
 ]
 
 
