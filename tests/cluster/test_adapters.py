@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -179,9 +179,11 @@ def test_experts_move_between_hosts_while_their_adapters_answer(
         for seed in range(2):
             version, num_answered = eplb.order(random_placement(start, seed=seed)), 0
             while eplb.migration.progress.version < version or not eplb.migration.progress.is_done:
-                assert bits_of(answers_alone(replica)) == bits_of(wanted)
+                place = num_answered % len(PROMPTS)
+                assert bits_of(answers_alone(replica, [place])) == bits_of(wanted)[place : place + 1]
                 num_answered += 1
-            assert num_answered > 1, "answers came during the moves"
+            assert num_answered, "an answer came during the moves"
+            assert bits_of(answers_alone(replica)) == bits_of(wanted)
         assert (eplb.migration.placement.expert_of_slot != start.expert_of_slot).any()
         eplb.order(start)
         victims = pids(replica)
@@ -193,9 +195,8 @@ def test_experts_move_between_hosts_while_their_adapters_answer(
         replica.shutdown()
 
 
-def answers_alone(replica: ReplicaEngine) -> list[ChoiceResult]:
+def answers_alone(replica: ReplicaEngine, prompts: Sequence[int] = range(len(PROMPTS))) -> list[ChoiceResult]:
     """Answer each prompt alone, by the adapters in turn."""
-    prompts = range(len(PROMPTS))
     return [complete(replica.loop, replica.tokenizer, which=(i,), adapters=NAMES)[0] for i in prompts]
 
 
