@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.adapters import write_adapter
 from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, note, save
-from benchmarks.engine_runs import StepStarts
+from benchmarks.engine_runs import SequenceGaps, StepStarts
 from benchmarks.markdown import markdown_table
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.inprocess.engine import Engine
@@ -85,6 +85,7 @@ def measure(engine: Engine, base: Path, folder: Path, *, asked: argparse.Namespa
     Raises: RuntimeError if an answer does not come from the adapter that it names.
     """
     starts, stop, held, memory = StepStarts(engine), threading.Event(), list[float](), list[int]()
+    in_steps = SequenceGaps(engine)
     numbers = {load(engine, pushed(base, folder / "pushed", number=0)): 0}
     with ThreadPoolExecutor(asked.streams) as pool:
         streams = [pool.submit(answered, engine, stop, seed=seed) for seed in range(asked.streams)]
@@ -118,7 +119,7 @@ def measure(engine: Engine, base: Path, folder: Path, *, asked: argparse.Namespa
         "quiet_gaps": max(quiet) / statistics.median(quiet),
         "step_s": statistics.median(gaps),
         "gaps": [value / statistics.median(gaps) for value in np.quantile(gaps, (0.5, 0.99, 0.999, 1.0))],
-        "gaps_beyond_4": sum(gap > 4 * statistics.median(gaps) for gap in gaps),
+        "gaps_in_steps": {str(steps): count for steps, count in sorted(in_steps.counts.items())},
         "steps": len(gaps),
         "max_held": max(held),
         "memory_bytes": memory,
@@ -152,8 +153,8 @@ def adapter_pushes(found: dict[str, Any]) -> str:
         ["answers asked again by the bytes that they name, all equal", str(found["asked_again"])],
         ["a push, median", f"{found['push_s'] * 1e3:.0f} ms"],
         ["a step without pushes, with", f"{found['quiet_step_s'] * 1e3:.1f}, {found['step_s'] * 1e3:.1f} ms"],
-        ["longest gap, in steps: without pushes, with", f"{found['quiet_gaps']:.1f}, {gaps[-1]:.1f}"],
-        ["gaps beyond four steps", f"{found['gaps_beyond_4']} of {found['steps']}"],
+        ["longest gap over a median step: without pushes, with", f"{found['quiet_gaps']:.1f}, {gaps[-1]:.1f}"],
+        ["steps between two tokens of a sequence, at most", max(found["gaps_in_steps"], key=int)],
         ["adapters in host memory, at most", f"{found['max_held']:.0f}"],
         ["memory after a tenth of the pushes, at the end", f"{memory[1] / 1e9:.2f}, {memory[-1] / 1e9:.2f} GB"],
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections import Counter
 from contextlib import redirect_stderr
 
 import numpy as np
@@ -89,4 +90,28 @@ class StepStarts:
     def _note(self, plan: StepPlan) -> StepResult | None:
         if plan.num_chunks:
             self.at.append(time.perf_counter())
+        return self._execute(plan)
+
+
+class SequenceGaps:
+    """Steps from each chunk of a running sequence to its next one: 1 if it runs in every step, however long that is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.counts = Counter[int]()
+        """Number of gaps by their steps."""
+        self._num_steps, self._last = 0, dict[int, tuple[int, int]]()
+        """The last step of each row, and the position after it."""
+        self._execute = engine.runner.execute
+        engine.runner.execute = self._note  # ty: ignore[invalid-assignment]
+
+    def _note(self, plan: StepPlan) -> StepResult | None:
+        chunks = plan.chunks
+        self._num_steps += bool(plan.num_chunks)
+        for row, start, length in zip(
+            chunks.rows.tolist(), chunks.starts.tolist(), chunks.lengths.tolist(), strict=True
+        ):
+            step, position = self._last.get(row, (0, -1))
+            if start == position:  # otherwise another sequence has the row
+                self.counts[self._num_steps - step] += 1
+            self._last[row] = self._num_steps, start + length
         return self._execute(plan)

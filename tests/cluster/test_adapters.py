@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,11 +27,12 @@ from rayserve_moe.observability.fault_points import arm, disarm
 from rayserve_moe.requests.results import ChoiceResult
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_fleet import process_of, running
-from tests.cluster.test_hosts import assert_same, complete
+from tests.cluster.test_hosts import PROMPTS, assert_same, complete
 from tests.cluster.test_rebuild import MANY, TIMEOUT_S, answers_under, pids
 from tests.support.checkpoints.adapters import MadeAdapter, make_adapter, make_adapter_beside
 from tests.support.cluster.deployed_server import deployed
 from tests.support.cluster.ports import free_port
+from tests.support.experts.placements import random_placement
 from tests.support.serving.http_client import wait_until
 from tests.support.serving.journal_server import KEY, OwnJournal
 
@@ -139,6 +140,73 @@ def test_adapters_beside_the_weights_are_given_to_the_hosts_that_replace_others(
     finally:
         disarm()
         replica.shutdown()
+
+
+MOVES = {
+    "enable_eplb": True,
+    "num_redundant_experts": 4,
+    "eplb_slots_per_step": 1,
+    "eplb_interval": 1_000_000,
+    "expert_backend": "all_to_all",
+    "data_parallel_size": 2,
+}
+LAYOUTS = {False: ("fused", "per_expert"), True: ("shared_outer", "shared_outer")}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_experts_move_between_hosts_while_their_adapters_answer(
+    raylets: int, checkpoint: Path, tmp_path: Path, shares: bool
+) -> None:
+    """No move changes a bit of an answer, and a host that is killed during the moves loses none."""
+    experts = {"lora_experts": True, "lora_shared_outer": shares}
+    paths = {
+        name: make_adapter_beside(checkpoint, seed=seed, experts=layout).write(tmp_path / name)
+        for seed, (name, layout) in enumerate(zip(("x", "y"), LAYOUTS[shares], strict=True))
+    }
+    with Engine(str(checkpoint), **SETTINGS, **BESIDE, **experts) as engine:
+        for name, path in paths.items():
+            assert engine.load_lora_adapter(path, lora_name=name).success
+        expected = complete(engine.loop, engine.tokenizer, adapters=NAMES)
+    given = {"model_path": str(checkpoint), "num_hosts": 2, **SETTINGS, **MANY, **BESIDE, **experts, **MOVES}
+    replica = start_replica_engine(settings_from(given))
+    try:
+        for name, path in paths.items():
+            assert hold(replica, name, read_bucket(adapter_body(str(path)))).success
+        wanted, eplb = answers_alone(replica), replica.loop.eplb
+        assert_same(wanted, expected)
+        assert eplb is not None
+        start = eplb.migration.placement
+        for seed in range(2):
+            version, num_answered = eplb.order(random_placement(start, seed=seed)), 0
+            while eplb.migration.progress.version < version or not eplb.migration.progress.is_done:
+                place = num_answered % len(PROMPTS)
+                assert bits_of(answers_alone(replica, [place])) == bits_of(wanted)[place : place + 1]
+                num_answered += 1
+            assert num_answered, "an answer came during the moves"
+            assert bits_of(answers_alone(replica)) == bits_of(wanted)
+        assert (eplb.migration.placement.expert_of_slot != start.expert_of_slot).any()
+        eplb.order(start)
+        victims = pids(replica)
+        found = answers_under(replica, lambda: os.kill(victims[-1], signal.SIGKILL), adapters=NAMES)
+        assert_same(found, expected)
+        assert not set(pids(replica)) & set(victims)
+        assert bits_of(answers_alone(replica)) == bits_of(wanted)
+    finally:
+        replica.shutdown()
+
+
+def answers_alone(replica: ReplicaEngine, prompts: Sequence[int] = range(len(PROMPTS))) -> list[ChoiceResult]:
+    """Answer each prompt alone, by the adapters in turn."""
+    return [complete(replica.loop, replica.tokenizer, which=(i,), adapters=NAMES)[0] for i in prompts]
+
+
+def bits_of(answers: list[ChoiceResult]) -> list[tuple[object, ...]]:
+    """Return ids, log-probs, rows and versions of answers, for comparison to the bit."""
+    return [
+        (each.token_ids, each.logprobs, each.routing.rows.tobytes(), each.weight_versions)
+        for each in answers
+        if each.routing is not None
+    ]
 
 
 def hold(replica: ReplicaEngine, name: str, adapter: object) -> WeightOutcome:

@@ -29,6 +29,9 @@ class AdapterSettings:
     experts: bool = named(False, "lora_experts")
     """Adapters may also change routed experts. Each resident adapter then takes memory for all experts, and experts
     multiply by all `max_loras` adapters in every step with adapters."""
+    shares_outer: bool = named(False, "lora_shared_outer")
+    """Adapters of experts share A of gate and up, and B of down, over the experts of a layer, as Tinker's do. A server
+    holds and multiplies these once per layer, and rejects other adapters of experts."""
 
     @property
     def compiled_rank(self) -> int:

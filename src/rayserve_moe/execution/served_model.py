@@ -302,6 +302,7 @@ def served_model(
         table_tokens=derive.pages_per_sequence(longest, page_size) * page_size,
         state_dtypes=_state_dtypes(config, settings.cache),
         adapts_experts=settings.adapters.experts,
+        shares_outer=settings.adapters.shares_outer,
     )
     dtype = dtype_for(spec, plan, model=settings.model, kernels=kernels)
     verify_rows = derive.verify_rows(settings.scheduler, settings.speculation)

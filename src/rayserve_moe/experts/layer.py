@@ -26,7 +26,7 @@ from rayserve_moe.experts.routing import (
 )
 from rayserve_moe.experts.slot_mapping import CHOSEN_BEFORE, PlacedExperts, PlacementArrays
 from rayserve_moe.experts.tokens import RoutedTokens
-from rayserve_moe.kernels.adapters import RowAdapters
+from rayserve_moe.kernels.adapters import RowAdapters, add_carried, carry_ranks
 from rayserve_moe.kernels.candidates import Choice
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
@@ -85,11 +85,18 @@ def apply_experts(  # noqa: PLR0913 (keyword arguments that vary by call)
         gates_TK = gates_TK * router.factors_E[ids_TK]
     gates_TK = with_forced_gates(gates_TK, forced)
     of_experts, adapter_T = (None, None) if adapters is None else adapters
-    tokens = RoutedTokens(hidden_TD, slots_TK, gates_TK, valid_T, adapter_T)
+    carries = adapters is not None and adapters.experts.share_outer and config.kernels.experts.carries_ranks
+    with jax.named_scope("adapters"):
+        rows_TY = carry_ranks(hidden_TD, adapters, layer=layer) if carries else hidden_TD
+    tokens = RoutedTokens(rows_TY, slots_TK, gates_TK, valid_T, adapter_T)
     placed = PlacedExperts(weights, layer, maps, of_experts)
     backend = choose_backend(tokens, placed, config=config).candidate
     assert backend is not None, "the last candidate takes every call"
-    return backend.run(tokens, placed, config=config), LayerRouting(ids_TK, tally_4, gates_TK, native)
+    out_TD = backend.run(tokens, placed, config=config)
+    if carries:
+        with jax.named_scope("adapters"):
+            out_TD = add_carried(out_TD, adapters, layer=layer, width=hidden_TD.shape[1])
+    return out_TD, LayerRouting(ids_TK, tally_4, gates_TK, native)
 
 
 def router_choice(

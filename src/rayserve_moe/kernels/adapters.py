@@ -8,7 +8,7 @@ of the base model.
 
 # T tokens   L layers   S resident adapters   N adapters of a step   R rank   I inputs   O outputs   A heads
 # n width without position   C latent   v value width   X layers * expert slots
-# P expert slots of a layer   Q = S * R
+# P expert slots of a layer   Q = S * R   C ranks beside a token, in whole lanes   Y = D + C
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+LANES = 128
+MATRIX_UNIT = 256
+"""Rows and columns of the matrix unit of a TPU (v6e)."""
+COPY_MOVES = 3
+"""Times that the bytes of a copy are moved: read, written and read again."""
 
 
 class AdapterPair(NamedTuple):
@@ -59,11 +65,24 @@ class Product(NamedTuple):
 
 
 class ExpertAdapters(NamedTuple):
-    """Resident adapters of the experts on this device, flat over layers and expert slots: [X, S, R, ...]."""
+    """Resident adapters of the experts on this device, flat over layers and expert slots: [X, S, R, ...].
 
-    gate: AdapterPair
+    A of gate and up and B of down may be [L, S, R, ...] instead, one for all experts of a layer. The gate is None for
+    experts without one.
+    """
+
+    gate: AdapterPair | None
     up: AdapterPair
     down: AdapterPair
+
+    @property
+    def share_outer(self) -> bool:
+        """Return True if all experts of a layer share A of gate and up, and B of down."""
+        return len(self.up.a_LSRI) < len(self.up.b_LSRO)
+
+    def before(self) -> list[AdapterPair]:
+        """Return the pairs of gate, if any, and up."""
+        return [self.up] if self.gate is None else [self.gate, self.up]
 
 
 class RowAdapters(NamedTuple):
@@ -74,9 +93,23 @@ class RowAdapters(NamedTuple):
     """Place of each row's adapter among the resident ones, int32; -1 for none."""
 
 
+def pair_of_layer(pair: AdapterPair, first_slot: jax.Array | int, num_slots: int) -> AdapterPair:
+    """Return the adapters of a layer's experts, [P, S, R, ...]; [1, S, R, ...] for a matrix that they share."""
+
+    def of_layer(stack: jax.Array) -> jax.Array:
+        sharing = _experts_per_entry(stack, pair)
+        return jax.lax.dynamic_slice_in_dim(stack, first_slot // sharing, num_slots // sharing)
+
+    return AdapterPair(*map(of_layer, pair))
+
+
+def _experts_per_entry(stack: jax.Array, pair: AdapterPair) -> int:
+    return max(map(len, pair)) // len(stack)
+
+
 def expert_product(rows_TI: jax.Array, pair: AdapterPair, expert: jax.Array, *, slot_T: jax.Array) -> jax.Array:
-    """Return s B (A x) of rows that all belong to `expert`, float32 [T, O]; `pair` has all experts [X, S, R, ...]."""
-    a_SRI, b_SRO = (stack[expert] for stack in pair)
+    """Return s B (A x) of rows that all belong to `expert`, by its resident adapters, float32 [T, O]."""
+    a_SRI, b_SRO = (stack[expert // _experts_per_entry(stack, pair)] for stack in pair)
     return Product(a_SRI, b_SRO, slot_T[:, None] == jnp.arange(len(a_SRI))).of(rows_TI)
 
 
@@ -85,21 +118,83 @@ def grouped_products(
 ) -> list[jax.Array]:
     """Return s B (A x) of rows sorted by expert, float32 [T, O] for each pair.
 
-    `pairs` [P, S, R, ...] are the resident adapters of a layer's P experts, for matrices with the same inputs; expert p
-    has `sizes_P[p]` rows. All A lie side by side: on a TPU, ranks up to the width of its matrix unit cost as much as
-    rank 1.
+    `pairs` are those of `pair_of_layer`, for matrices with the same inputs; expert p has `sizes_P[p]` rows. All A lie
+    side by side: on a TPU, ranks up to the width of its matrix unit cost as much as rank 1.
     """
-    num_experts, num_slots, rank, _ = pairs[0].a_LSRI.shape
-    a_PQI = [pair.a_LSRI.reshape(num_experts, num_slots * rank, -1) for pair in pairs]
+    num_slots, rank = pairs[0].a_LSRI.shape[1:3]
+    a_PQI = [_by_ranks(pair.a_LSRI, len(sizes_P)) for pair in pairs]
     a_PIQ = jnp.swapaxes(jnp.concatenate(a_PQI, axis=1), 1, 2)
     inner_TQ = jax.lax.ragged_dot(rows_TI, a_PIQ, sizes_P, preferred_element_type=jnp.float32)
-    own_TQ = jnp.repeat(slot_T[:, None] == jnp.arange(num_slots), rank, axis=1)
+    own_TQ = _own_ranks(slot_T, num_slots, rank)
+    parts = zip(pairs, jnp.split(inner_TQ, len(pairs), axis=1), strict=True)
+    return [
+        _outer_product(jnp.where(own_TQ, part_TQ, 0.0).astype(rows_TI.dtype), pair, sizes_P) for pair, part_TQ in parts
+    ]
+
+
+def _by_ranks(stack: jax.Array, num_experts: int) -> jax.Array:
+    """Return the matrices [P, Q, ...] of a layer's experts, one of all experts repeated."""
+    merged = stack.reshape(len(stack), -1, stack.shape[-1])
+    return jnp.broadcast_to(merged, (num_experts, *merged.shape[1:]))
+
+
+def _own_ranks(slot_T: jax.Array, num_slots: int, rank: int) -> jax.Array:
+    """Return True for the ranks of each row's own adapter, bool [T, Q]."""
+    return jnp.repeat(slot_T[:, None] == jnp.arange(num_slots), rank, axis=1)
+
+
+def _outer_product(inner_TQ: jax.Array, pair: AdapterPair, sizes_P: jax.Array) -> jax.Array:
+    """Return the product by B of rows in the order of experts, float32 [T, O]."""
+    b_PQO = _by_ranks(pair.b_LSRO, len(sizes_P))
+    return jax.lax.ragged_dot(inner_TQ, b_PQO, sizes_P, preferred_element_type=jnp.float32)
+
+
+def carry_ranks(hidden_TD: jax.Array, adapters: RowAdapters, *, layer: jax.Array) -> jax.Array:
+    """Return tokens with A x of gate and up beside them, [T, D + C], filled with zeros to whole lanes.
+
+    For experts that share these A: each token is multiplied once, and not for each of its experts.
+    """
+    a_NSRI = jnp.stack([pair.a_LSRI[layer] for pair in adapters.experts.before()])
+    own_TS = adapters.slot_T[:, None] == jnp.arange(a_NSRI.shape[1])
+    inner_TNSR = jnp.einsum("TI,NSRI->TNSR", hidden_TD, a_NSRI, preferred_element_type=jnp.float32)
+    ranks_TNR = jnp.sum(jnp.where(own_TS[:, None, :, None], inner_TNSR, 0.0), axis=2)
+    ranks_TC = ranks_TNR.reshape(len(hidden_TD), -1).astype(hidden_TD.dtype)
+    return jnp.concatenate([hidden_TD, jnp.pad(ranks_TC, ((0, 0), (0, -ranks_TC.shape[1] % LANES)))], axis=1)
+
+
+def carried_products(
+    carried_TC: jax.Array, pairs: Sequence[AdapterPair], sizes_P: jax.Array, *, slot_T: jax.Array
+) -> list[jax.Array]:
+    """Return `grouped_products` of rows that carry A x (`carry_ranks`), in the order of `pairs`."""
+    num_slots, rank = pairs[0].b_LSRO.shape[1:3]
+    own_TQ = _own_ranks(slot_T, num_slots, rank)
     made = []
-    for pair, part_TQ in zip(pairs, jnp.split(inner_TQ, len(pairs), axis=1), strict=True):
-        b_PQO = pair.b_LSRO.reshape(num_experts, num_slots * rank, -1)
-        own_inner_TQ = jnp.where(own_TQ, part_TQ, 0.0).astype(rows_TI.dtype)
-        made.append(jax.lax.ragged_dot(own_inner_TQ, b_PQO, sizes_P, preferred_element_type=jnp.float32))
+    for place, pair in enumerate(pairs):
+        ranks_TQ = jnp.tile(carried_TC[:, place * rank : (place + 1) * rank], (1, num_slots))
+        made.append(_outer_product(jnp.where(own_TQ, ranks_TQ, 0), pair, sizes_P))
     return made
+
+
+def ranks_to_carry(
+    inner_TI: jax.Array, pair: AdapterPair, sizes_P: jax.Array, *, slot_T: jax.Array, num_columns: int
+) -> jax.Array:
+    """Return A x of each row's own adapter, for experts that share B, float32 [T, C] filled with zeros."""
+    num_slots, rank = pair.a_LSRI.shape[1:3]
+    a_PIQ = jnp.swapaxes(_by_ranks(pair.a_LSRI, len(sizes_P)), 1, 2)
+    all_TQ = jax.lax.ragged_dot(inner_TI, a_PIQ, sizes_P, preferred_element_type=jnp.float32)
+    own_TQ = jnp.where(_own_ranks(slot_T, num_slots, rank), all_TQ, 0.0)
+    ranks_TR = jnp.sum(own_TQ.reshape(-1, num_slots, rank), axis=1)
+    return jnp.pad(ranks_TR, ((0, 0), (0, num_columns - rank)))
+
+
+def add_carried(out_TY: jax.Array, adapters: RowAdapters, *, layer: jax.Array, width: int) -> jax.Array:
+    """Return the sums of tokens [T, D], with B of down of the sums of A x that lie beside them (`ranks_to_carry`)."""
+    b_SRO = adapters.experts.down.b_LSRO[layer]
+    num_slots, rank, _ = b_SRO.shape
+    ranks_TQ = jnp.tile(out_TY[:, width : width + rank], (1, num_slots)).astype(b_SRO.dtype)
+    own_TQ = jnp.where(_own_ranks(adapters.slot_T, num_slots, rank), ranks_TQ, 0)
+    added_TD = jnp.matmul(own_TQ, b_SRO.reshape(-1, width), preferred_element_type=jnp.float32)
+    return (out_TY[:, :width].astype(jnp.float32) + added_TD).astype(out_TY.dtype)
 
 
 class LayerAdapters(NamedTuple):
@@ -119,8 +214,21 @@ class LayerAdapters(NamedTuple):
         if name not in self.pairs:
             return None
         (a_LSRI, b_LSRO), (slots_N, place_T) = self.pairs[name], self.tokens
+        num_slots, rank = a_LSRI.shape[1:3]
+        if num_slots <= max_read_in_place(len(slots_N), rank):
+            own_TS = self.tokens.slot_T[:, None] == jnp.arange(num_slots)
+            return Product(a_LSRI[self.layer], b_LSRO[self.layer], own_TS)
         own_TN = place_T[:, None] == jnp.arange(len(slots_N))
         return Product(a_LSRI[self.layer, slots_N], b_LSRO[self.layer, slots_N], own_TN)
+
+
+def max_read_in_place(num_used: int, rank: int) -> int:
+    """Return the number of resident adapters up to which a step that uses `num_used` of them reads all.
+
+    XLA copies the adapters of a step out of the others, and so moves their bytes three times. A layer of all adapters
+    is read where it lies. Their ranks should fit the width of a matrix unit.
+    """
+    return max(num_used, min(COPY_MOVES * num_used, MATRIX_UNIT // rank))
 
 
 def with_adapters(made_TO: jax.Array, rows_TI: jax.Array, name: str, *, adapters: LayerAdapters | None) -> jax.Array:

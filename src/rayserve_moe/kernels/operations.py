@@ -73,6 +73,8 @@ class ExpertKernels:
     """`expert_products.multiply_in_blocks`."""
     sums: Operation
     """`expert_products.sum_results` with its product bound."""
+    carries_ranks: bool = False
+    """True if `results` and `sums` take tokens with ranks of adapters beside them (`adapters.carry_ranks`)."""
     choose: Operation = NO_CANDIDATES
     """Fused: `router_scores` and `experts.routing.select_top_k` (`top_experts.choose_experts`)."""
     low_latency: Function = NO_LOW_LATENCY

@@ -173,6 +173,7 @@ TPU = replace(
             Candidate("grouped_ffn", grouped_ffn.multiply_grouped, grouped_ffn.unsupported_reason),
             Candidate("ragged_dot", expert_products.multiply_by_ragged_dot),
         ),
+        carries_ranks=True,
         choose=Operation((Candidate("top_experts", top_experts.choose_experts, top_experts.unsupported_reason),)),
         low_latency=Candidate(
             "low_latency_dispatch", low_latency_dispatch.dispatch_experts, dispatch_sizes.unsupported_reason

@@ -25,11 +25,13 @@ class AdaptedMatrix(NamedTuple):
     group: str
     name: str
     spec: ParamSpec
+    shared_part: int | None = None
+    """The part of a pair that all experts of a layer share, 0 for A or 1 for B; None if each expert has both."""
 
-    @property
-    def slots(self) -> tuple[tuple[int, str], ...]:
-        """Return ((size, logical axis),) of the expert slots; () for a matrix that is not of experts."""
-        return ((self.spec.shape[1], "expert_slots"),) if self.spec.num_experts else ()
+    def slots(self, part: int) -> tuple[tuple[int, str], ...]:
+        """Return size and logical axis of the expert slots of a part of the pair; nothing if it has no slots."""
+        has_slots = self.spec.num_experts and part != self.shared_part
+        return ((self.spec.shape[1], "expert_slots"),) if has_slots else ()
 
     @property
     def inputs(self) -> tuple[int, str | None]:
@@ -44,15 +46,28 @@ class AdaptedMatrix(NamedTuple):
         return self.spec.shape[place], self.spec.axes[place]
 
 
-def adapted_matrices(tree: ParameterTree, spec: ModelSpec, *, experts: bool = False) -> Iterator[AdaptedMatrix]:
-    """Yield the matrices of a model's tree of parameters that adapters may change, `experts` included if requested."""
+def adapted_matrices(
+    tree: ParameterTree, spec: ModelSpec, *, experts: bool = False, shares_outer: bool = False
+) -> Iterator[AdaptedMatrix]:
+    """Yield the matrices of a model's tree of parameters that adapters may change, `experts` included if requested.
+
+    With `shares_outer` the experts of a layer share the matrices on the model's side: A of gate and up, B of down.
+    """
     names: dict[str, tuple[str, ...]] = {own.kind: MIXERS[own.kind].adapted for own in spec.mixers}
     for ffn in FFNS.values():
         names |= ffn.adapted
     for group, of_group in names.items():
         for name in of_group:
-            if name in tree.get(group, {}) and (experts or not tree[group][name].num_experts):
-                yield AdaptedMatrix(group, name, tree[group][name])
+            param = tree.get(group, {}).get(name)
+            if param is None or (param.num_experts and not experts):
+                continue
+            shared = int(param.role == "expert_down") if shares_outer and param.num_experts else None
+            yield AdaptedMatrix(group, name, param, shared)
+
+
+def config_matrices(tree: ParameterTree, config: ModelConfig) -> Iterator[AdaptedMatrix]:
+    """Return the `adapted_matrices` of a served model."""
+    return adapted_matrices(tree, config.spec, experts=config.adapts_experts, shares_outer=config.shares_outer)
 
 
 def adapter_shapes(
@@ -60,16 +75,16 @@ def adapter_shapes(
 ) -> AdapterStacks:
     """Return shapes and shardings of `num_slots` resident adapters, or without that dimension of a single one.
 
-    They are [L, S, R, I] and [L, S, R, O], or [L, P, S, R, ...] for experts. Expert slots, inputs and outputs are
-    sharded like the matrix.
+    They are [L, S, R, I] and [L, S, R, O], or [L, P, S, R, ...] for experts, except for a part that experts share.
+    Expert slots, inputs and outputs are sharded like the matrix.
     """
     stacks: AdapterStacks = {}
     resident = () if num_slots is None else ((num_slots, None),)
-    for matrix in adapted_matrices(tree, config.spec, experts=config.adapts_experts):
+    for matrix in config_matrices(tree, config):
         layers = len(matrix.spec.layers), None
         pair = []
-        for own in (matrix.inputs, matrix.outputs):
-            sizes, axes = zip(layers, *matrix.slots, *resident, (rank, None), own, strict=True)
+        for part, own in enumerate((matrix.inputs, matrix.outputs)):
+            sizes, axes = zip(layers, *matrix.slots(part), *resident, (rank, None), own, strict=True)
             pair.append(jax.ShapeDtypeStruct(sizes, dtype, sharding=config.plan.sharding(axes)))
         stacks.setdefault(matrix.group, {})[matrix.name] = AdapterPair(*cast(list[jax.Array], pair))
     return stacks

@@ -37,6 +37,8 @@ class ModelConfig:
     """Names of states, and their dtype in place of the KV cache's."""
     adapts_experts: bool = False
     """True if adapters beside the weights may change experts."""
+    shares_outer: bool = False
+    """True if the experts of a layer share A of gate and up, and B of down (`AdaptedMatrix.shared_part`)."""
 
     @property
     def kernels(self) -> Kernels:

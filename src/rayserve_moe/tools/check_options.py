@@ -29,6 +29,8 @@ SETTING_OF_OPTION = {
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
     "adapters_per_step": "adapters_per_step",
+    "lora_experts": "lora_experts",
+    "lora_shared_outer": "lora_shared_outer",
 }
 """Options that set settings, with the settings' keys."""
 
@@ -64,6 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument("--max-loras", type=int, help="resident LoRA adapters: also the steps with adapters")
     shapes.add_argument("--max-lora-rank", type=int, help="see the setting max_lora_rank")
     shapes.add_argument("--adapters-per-step", type=int, help="see the setting adapters_per_step")
+    shapes.add_argument("--lora-experts", action="store_true", default=None, help="see the setting lora_experts")
+    shapes.add_argument(
+        "--lora-shared-outer", action="store_true", default=None, help="see the setting lora_shared_outer"
+    )
     report = parser.add_argument_group("report")
     report.add_argument("--limits", help="a JSON file with maximum values of report fields, by case and program")
     report.add_argument("--estimate", action="store_true", help="estimate the time of each step from its schedules")

@@ -133,7 +133,8 @@ class _Making:
             self.add(f"{container}.gate_up_proj", np.concatenate((gate[0], up[0]), axis=1), both_b)
             self.add(f"{container}.down_proj", *down)
         elif layout == "shared_outer":
-            for part, pair in (("w1", gate), ("w3", up), ("w2", down)):
+            parts = [("w1", gate), ("w3", up), ("w2", down)]
+            for part, pair in parts if "expert_gate" in self.rules else parts[1:]:
                 self.add(f"{container}.{part}", *pair)
         else:
             pairs = {"gate_proj": gate, "up_proj": up, "down_proj": down}

@@ -145,6 +145,7 @@ class MoeRun:
         backend: str,
         num_redundant: int = 0,
         optimized: bool = False,
+        shares_outer: bool = False,
         **config,
     ) -> None:
         self.case, self.plan = case, plan
@@ -159,7 +160,8 @@ class MoeRun:
         )
         split, whole = PartitionSpec(DATA), PartitionSpec()
         slots = plan.partition(("layers", "expert_slots"))
-        self._parts = (split, whole, split, slots, whole, whole, whole, slots, split)
+        pairs = [[whole, slots], [whole, slots], [slots, whole]] if shares_outer else slots
+        self._parts = (split, whole, split, slots, whole, whole, whole, pairs, split)
         self.compiled = jax.jit(
             jax.shard_map(self._on_device, mesh=plan.mesh, in_specs=self._parts, out_specs=split, check_vma=False),
             compiler_options=OPTIMIZED if optimized else QUICK,
@@ -182,7 +184,9 @@ class MoeRun:
         slots = [array.astype(hidden.dtype) for array in slots]
         router = RouterWeights(inputs["router"], *case.router_biases)
         pairs, adapter_T = changes.get("pairs"), changes.get("adapter_T")
-        pairs = pairs and [[array[np.arange(NUM_LAYERS)[:, None], experts] for array in pair] for pair in pairs]
+        pairs = pairs and [
+            [a[np.arange(NUM_LAYERS)[:, None], experts] if a.ndim == 5 else a for a in pair] for pair in pairs
+        ]
         arguments = (
             hidden,
             router,
@@ -199,15 +203,20 @@ class MoeRun:
     def _factor(self, changes) -> np.ndarray | None:
         return np.asarray(changes.get("capacity_factor", 1.0), np.float32) if self.config.limits_capacity else None
 
-    def _placed(self, arrays, part: PartitionSpec):
+    def _placed(self, arrays, part):
         """Each process holds all arguments and gives its devices their share."""
+        if isinstance(part, list):
+            return arrays and [self._placed(a, p) for a, p in zip(arrays, part, strict=True)]
         sharding = NamedSharding(self.plan.mesh, part)
         return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), arrays)
 
     def _on_device(self, hidden, router, valid, stacked, maps, layer, factor, pairs, adapter_T):
         flat, adapters = ExpertWeights(*map(_flat, stacked)), None
         if pairs is not None:
-            adapters = RowAdapters(ExpertAdapters(*(AdapterPair(*map(_flat, pair)) for pair in pairs)), adapter_T)
+            adapters = RowAdapters(
+                ExpertAdapters(*(AdapterPair(*(_flat(a) if a.ndim == 5 else a for a in pair)) for pair in pairs)),
+                adapter_T,
+            )
         capacity = None if factor is None else step_capacity(valid, factor, config=self.config)
         out, routing = apply_experts(
             hidden,

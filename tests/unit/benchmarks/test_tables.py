@@ -335,8 +335,8 @@ def every_section() -> dict:
         }},
         "adapter_pushes": {
             "pushes": 4, "streams": 2, "answers": 8, "asked_again": 1, "generations_named": 3, "push_s": 0.5,
-            "quiet_step_s": 0.25, "step_s": 0.25, "quiet_gaps": 1.5, "gaps": [1.0, 1.5, 2.0, 3.0], "gaps_beyond_4": 0,
-            "steps": 64, "max_held": 2, "memory_bytes": [1e9, 1e9, 2e9],
+            "quiet_step_s": 0.25, "step_s": 0.25, "quiet_gaps": 1.5, "gaps": [1.0, 1.5, 2.0, 3.0],
+            "gaps_in_steps": {"1": 60, "11": 4}, "steps": 64, "max_held": 2, "memory_bytes": [1e9, 1e9, 2e9],
         },
         "schema_suite": {
             "schemas": 4, "taken": 3, "bounded": 2, "refused": {"not": 1}, "ends": {"stop": 3, "length": 1},
@@ -504,6 +504,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("adapters", "0.80 (0.80-0.80)"),
         ("adapter_pushes", "| 1.5, 3.0 "),
         ("adapter_pushes", "| 1.00, 2.00 GB "),
+        ("adapter_pushes", "| 11 "),
         ("schema_suite", "1 of 4 (25%)"),
         ("structured_output", "0.50 (0.50-0.50)"),
         ("structured_output", "0.80 (0.80-0.80)"),

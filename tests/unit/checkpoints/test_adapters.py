@@ -190,6 +190,8 @@ def q(**names):
         ({"use_rslora": "no"}, "use_rslora: 'no' is neither true nor false"),
         ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern: 1.5"),
         ({"alpha_pattern": {"([a-z_.0-9]+)+!": 1}}, "alpha_pattern: .* repeats a group"),
+        ({"alpha_pattern": {".*" * 20 + "!": 1}}, "alpha_pattern: .* more than 3 repetitions"),
+        ({"rank_pattern": {r"a?.{0,9}?b+[cd]*": 1}}, "rank_pattern: .* more than 3 repetitions"),
         ({"rank_pattern": {"(": 1}}, "rank_pattern: '\\(' is no regular expression"),
         ({"alpha_pattern": [1]}, "alpha_pattern: should map"),
         ({"target_parameters": "x"}, "target_parameters: should be a list"),
@@ -218,6 +220,9 @@ def test_configs_that_more_than_a_low_rank_sum_describes_are_rejected_by_field(c
         ({f"{PREFIX}model.vision_tower.layers.0.self_attn.q_proj.lora_{side}.weight": shape
           for side, shape in {"A": (4, 32), "B": (32, 4)}.items()}, "no matrix model.vision_tower.layers.0"),
         ({f"{FUSED}.8.up_proj.lora_{side}.weight": shape for side, shape in AB_UP.items()}, "the model has 8 experts"),
+        ({f"{FUSED}.{'9' * 5000}.up_proj.lora_{side}.weight": shape for side, shape in AB_UP.items()}, "no matrix mlp"),
+        ({f"{PREFIX}model.layers.{'9' * 5000}.mlp.up_proj.lora_{side}.weight": shape for side, shape in AB_UP.items()},
+         "the model has no matrix model.layers.9"),
         ({f"{FUSED}.0.w9.lora_{side}.weight": shape for side, shape in AB_UP.items()}, "no matrix mlp.experts.0.w9"),
         ({f"{FUSED}.w3.lora_{side}.weight": shape for side, shape in AB_UP.items()}, "not of a known layout"),
         ({f"{FUSED}.lora_A.weight": (32, 16), f"{FUSED}.lora_B.weight": (16, 32)}, "inputs and outputs are"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -29,11 +30,11 @@ FIRST = [
 ]
 
 
-def held(config, tensors, model, *, names=(), dtype="float32", tensor_size=1, experts=False):
+def held(config, tensors, model, *, names=(), dtype="float32", tensor_size=1, experts=False, shares_outer=False):
     spec, rules = spec_from_config(model), rules_of(model, names)
     specs = parameter_specs(spec, dtype=dtype, tensor_size=tensor_size)
     tree = parameters_in_files(specs, rules, spec=spec)
-    matrices = list(adapted_matrices(specs, spec, experts=experts))
+    matrices = list(adapted_matrices(specs, spec, experts=experts, shares_outer=shares_outer))
     found = held_adapter(
         adapter_config_of(config), tensors, matrices=matrices, tree=tree, rules=rules, settings=SETTINGS, dtype=dtype
     )
@@ -93,9 +94,16 @@ def test_a_rank_above_the_programs_is_rejected():
         held(config(7), tensors, QWEN)
 
 
-EXPERT_LAYOUTS = [
+OFTEN = {
     *(("qwen3_moe", layout) for layout in LAYOUTS),
     *((family, layout) for family in ("gpt_oss", "deepseek_v3", "qwen3_next") for layout in ("fused", "shared_outer")),
+}
+WITHOUT_GATE = {"nemotron_h": ("per_expert", "shared_outer")}
+"""Layouts of families whose experts have no gate; the others hold gate and up together."""
+EXPERT_LAYOUTS = [
+    pytest.param(family, layout, marks=() if (family, layout) in OFTEN else pytest.mark.slow)
+    for family in sorted({case.family for case in FAMILY_CASES})
+    for layout in WITHOUT_GATE.get(family, LAYOUTS)
 ]
 
 
@@ -122,6 +130,56 @@ def test_experts_take_what_merging_adds_to_each(family: str, layout: str, tmp_pa
             ours = b_LERO[place, expert].T @ a_LERI[place, expert]
             np.testing.assert_allclose(ours, delta[columns], atol=1e-6, err_msg=f"{name} {place} {expert}")
         assert not a_LERI[:, :, 3:].any() and not b_LERO[:, :, 3:].any(), "ranks are padded by zeros"
+
+
+SHARED_HALVES = {"gate_MPDF": 0, "up_MPDF": 0, "down_MPFD": 1}
+"""The part of each pair that experts share."""
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_a_matrix_that_experts_share_is_held_once(family: str, tmp_path: Path):
+    """It equals that of each expert, also from a file that repeats it for every expert."""
+    case = next(case for case in FAMILY_CASES if case.family == family)
+    checkpoint = write_family(case, tmp_path / "model", seed=3)
+    files = open_checkpoint(checkpoint)
+    made = make_adapter_beside(checkpoint, seed=5, rank=3, experts="shared_outer")
+    repeated = {name: _for_each_expert(name, made.tensors) for name in made.tensors}
+    num = spec_from_config(files.config).router.num_experts
+    for tensors in (made.tensors, repeated):
+        once, _ = held(made.config, tensors, files.config, names=files.tensors, experts=True, shares_outer=True)
+        each, _ = held(made.config, tensors, files.config, names=files.tensors, experts=True)
+        assert set(once) == set(each)
+        for (group, name), pair in once.items():
+            for part, array in enumerate(pair):
+                is_shared = group == "experts" and SHARED_HALVES[name] == part
+                wanted = each[group, name][part]
+                assert array.ndim == wanted.ndim - is_shared
+                np.testing.assert_array_equal(np.repeat(array[:, None], num, 1) if is_shared else array, wanted)
+
+
+def _for_each_expert(name: str, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return a tensor of experts with a matrix for each; others as they are."""
+    other = tensors[name.replace("lora_A", "lora_X").replace("lora_B", "lora_A").replace("lora_X", "lora_B")]
+    times = max(1, len(other) // len(tensors[name])) if ".experts." in name else 1
+    return np.repeat(tensors[name], times, axis=0)
+
+
+@pytest.mark.parametrize("layout", ["fused", "per_expert", "per_parameter", "sglang"])
+def test_experts_that_do_not_share_are_rejected_by_name(layout: str, tmp_path: Path):
+    case = next(case for case in FAMILY_CASES if case.family == "qwen3_moe")
+    made = make_adapter_beside(write_family(case, tmp_path / "model", seed=3), seed=5, rank=3, experts=layout)
+    with pytest.raises(CheckpointError, match=r"tensor .*experts.*lora_A.* differ in .* by lora_shared_outer"):
+        held(made.config, made.tensors, QWEN, experts=True, shares_outer=True)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "value", "dtype"), [(1e308, 1.0, "float32"), (1e3, 3e38, "float32"), (4.0, 3.4e38, "bfloat16")]
+)
+def test_an_adapter_that_its_scale_makes_infinite_is_rejected(alpha: float, value: float, dtype: str):
+    pair = one_pair("self_attn.o_proj", QWEN["hidden_size"], QWEN["num_attention_heads"] * QWEN["head_dim"])
+    tensors = {name: np.full_like(each, value) for name, each in pair.items()}
+    with pytest.raises(CheckpointError, match=rf"o_proj\.lora_A.* is not finite in {dtype}"):
+        held(config(lora_alpha=alpha), tensors, QWEN, dtype=dtype)
 
 
 def test_ranks_of_experts_above_the_programs_are_rejected(tmp_path: Path):

@@ -93,6 +93,10 @@ WRONG = {
     ),
     "one root without a list": ({"weight_roots": "/good"}, r"weight_roots .* texts, for example \['/good'\]"),
     "one key for everything": ({"api_key": "k", "admin_api_key": "k"}, "admin_api_key equals api_key"),
+    "shared matrices without adapters of experts": (
+        {"max_loras": 2, "lora_shared_outer": True},
+        "lora_shared_outer needs lora_experts",
+    ),
     "adapters of experts without a place": ({"lora_experts": True}, "lora_experts needs max_loras"),
     "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
     "a topology without its version": ({"tpu_topology": "2x4"}, "tpu_topology and tpu_version belong together"),

@@ -30,24 +30,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("adapted") / "model", CORE_CONFIG, seed=0, dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def runner(checkpoint: Path) -> HostRunner:
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["each", "shared"])
+def runner(checkpoint: Path, request: pytest.FixtureRequest) -> HostRunner:
+    """Runner whose experts have all matrices of adapters, or share some."""
     beside = {"max_loras": 2, "max_lora_rank": 4, "lora_experts": True, "num_pages": 16}
-    return loaded_runner(checkpoint, mesh=(2, 2), **MOVING, **beside)
+    return loaded_runner(checkpoint, mesh=(2, 2), **MOVING, **beside, lora_shared_outer=request.param)
 
 
 def held_adapters(runner: HostRunner, checkpoint: Path, directory: Path) -> HostAdapters:
-    """Return the runner's adapters with three in host memory, of layouts with a matrix per expert and a shared one."""
+    """Return the runner's adapters with three in host memory, in the layouts that it takes."""
     assert runner.adapters is not None
     runner.adapters.allocate(runner.weights.maps)
-    for seed, layout in enumerate(("fused", "shared_outer", "per_expert")):
+    others = ("shared_outer",) * 2 if runner.config.shares_outer else ("fused", "per_expert")
+    for seed, layout in enumerate(("shared_outer", *others)):
         made = make_adapter_beside(checkpoint, seed=seed, experts=layout).write(directory / f"{seed}")
         runner.adapters.add(f"a{seed}", np.frombuffer(adapter_body(str(made)), np.uint8))
     return runner.adapters
 
 
 def experts_of(adapters: HostAdapters) -> dict[str, AdapterPair]:
-    """Return the stacks of experts in host memory, [layers, slots, resident, rank, ...]."""
+    """Return the stacks of experts in host memory, [layers, slots, resident, rank, ...], shared ones without slots."""
     return jax.tree.map(np.asarray, adapters.stacks[EXPERTS])
 
 
@@ -59,7 +61,7 @@ def test_adapters_lie_in_the_slots_of_their_experts(runner: HostRunner, checkpoi
     for key in ("a0", "a1", "a2"):
         adapters.put([(0, key)], programs=programs)
         by_expert[key] = {
-            name: AdapterPair(*(stack[:, :, 0][in_order] for stack in pair))
+            name: AdapterPair(*(stack[:, 0] if stack.ndim == 4 else stack[:, :, 0][in_order] for stack in pair))
             for name, pair in experts_of(adapters).items()
         }
         assert all(stack.any() for pair in by_expert[key].values() for stack in pair)
@@ -69,8 +71,9 @@ def test_adapters_lie_in_the_slots_of_their_experts(runner: HostRunner, checkpoi
         for name, pair in experts_of(adapters).items():
             for part, stack in enumerate(pair):
                 for slot, key in enumerate(keys):
-                    wanted = by_expert[key][name][part][layers, expert_of_slot]
-                    np.testing.assert_array_equal(stack[:, :, slot], wanted, err_msg=f"{name} {key}")
+                    wanted, is_shared = by_expert[key][name][part], stack.ndim == 4
+                    wanted = wanted if is_shared else wanted[layers, expert_of_slot]
+                    np.testing.assert_array_equal(stack[..., slot, :, :], wanted, err_msg=f"{name} {key}")
 
     adapters.put([(0, "a0"), (1, "a1")], programs=programs)
     assert_placed(first.expert_of_slot, ("a0", "a1"))

@@ -29,16 +29,24 @@ PAIRS = drawn_pairs(CASE)
 
 
 @cache
-def compiled(backend: str) -> MoeRun:
-    optimized = backend != "replicated"
-    return MoeRun(CASE, plan_of(*MESH), backend=backend, num_redundant=8, optimized=optimized)
+def compiled(backend: str, shares_outer: bool = False) -> MoeRun:
+    optimized, kernels = backend != "replicated", "tpu" if shares_outer else "cpu"
+    return MoeRun(
+        CASE,
+        plan_of(*MESH),
+        backend=backend,
+        num_redundant=8,
+        optimized=optimized,
+        kernels=kernels,
+        shares_outer=shares_outer,
+    )
 
 
-def merged(adapter: int, case: MoeCase = CASE) -> MoeCase:
+def merged(adapter: int, case: MoeCase = CASE, *, pairs: list[list[np.ndarray]] = PAIRS) -> MoeCase:
     """Return a case with an adapter merged in float64; -1 for none."""
     case = replace(case)
     if adapter >= 0:
-        deltas = (np.einsum("lxri,lxro->lxio", *(each[:, :, adapter].astype(np.float64) for each in p)) for p in PAIRS)
+        deltas = (np.einsum("lxri,lxro->lxio", *(each[:, :, adapter].astype(np.float64) for each in p)) for p in pairs)
         vars(case)["weights"] = [weight + delta for weight, delta in zip(CASE.weights, deltas, strict=True)]
     return case
 
@@ -61,6 +69,29 @@ def test_tokens_take_their_own_adapter_wherever_experts_lie(backend: str):
     if backend != "replicated":
         for other in results[1:]:
             np.testing.assert_array_equal(other.out, results[0].out)
+
+
+@pytest.mark.parametrize("backend", ["replicated", "all_to_all"])
+def test_matrices_that_experts_share_are_multiplied_beside_the_exchange(backend: str):
+    """Tokens carry the ranks of their adapter to the experts and back, and rows without one keep their bits."""
+    run = compiled(backend, shares_outer=True)
+    gate, up, down = PAIRS
+    shared = [[gate[0][:, 0], gate[1]], [up[0][:, 0], up[1]], [down[0], down[1][:, 0]]]
+    for_each = [[first(gate[0]), gate[1]], [first(up[0]), up[1]], [down[0], first(down[1])]]
+    placements = placements_for(CASE, run.plan, 8)
+    results = [run(each, pairs=shared, adapter_T=ADAPTER_T) for each in placements]
+    base = run(placements[0], pairs=shared, adapter_T=np.full_like(ADAPTER_T, -1))
+    for adapter in range(-1, RESIDENT):
+        wanted, own = dense(merged(adapter, pairs=for_each), MESH[0]), adapter == ADAPTER_T
+        for found in results:
+            np.testing.assert_array_equal(found.ids, wanted.ids)
+            np.testing.assert_allclose(found.out[own], wanted.out[own], atol=2e-5, rtol=2e-5)
+    np.testing.assert_array_equal(results[0].out[ADAPTER_T < 0], base.out[ADAPTER_T < 0])
+
+
+def first(matrices: np.ndarray) -> np.ndarray:
+    """Return the matrix of the first expert for each expert."""
+    return np.repeat(matrices[:, :1], CASE.num_experts, axis=1)
 
 
 def test_rounds_of_an_uneven_chunk_keep_the_adapters_of_their_rows():

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rayserve_moe.kernels import adapters as kernels
 from rayserve_moe.kernels.adapters import (
+    COPY_MOVES,
     AdapterPair,
     LayerAdapters,
     TokenAdapters,
@@ -29,6 +31,12 @@ PAIR = AdapterPair(jnp.asarray(drawn(L, S, R, I, seed=1)), jnp.asarray(drawn(L, 
 ROWS, BASE = drawn(T, I, seed=3), drawn(T, O, seed=4)
 SLOTS = [3, -1, 0, 3, -1, 4]
 """Slot of each token's adapter; -1 for none."""
+
+
+@pytest.fixture(params=[COPY_MOVES, 0], ids=["read in place", "copied"], autouse=True)
+def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Read the five resident adapters where they lie, or copy the three of a step out of them."""
+    monkeypatch.setattr(kernels, "COPY_MOVES", request.param)
 
 
 def adapters(slots: list[int], order: list[int]) -> LayerAdapters:
@@ -91,3 +99,13 @@ def test_latent_products_read_the_matrix_both_ways(num_heads: int):
         whole_HwI = (b_RO.T @ a_RI).reshape(num_heads, width, I)
         np.testing.assert_allclose(absorbed[t], np.einsum("hw,hwi->hi", queries[t], whole_HwI), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(expanded[t], np.einsum("hi,hwi->hw", latents[t], whole_HwI), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_used", "rank", "expected"),
+    [(8, 64, 8), (8, 8, 24), (2, 16, 6), (4, 32, 8), (1, 512, 1)],
+)
+def test_all_resident_adapters_are_read_where_copies_cost_more(num_used: int, rank: int, expected: int):
+    """Their bytes are at most those of the copies, and their ranks fit a matrix unit."""
+    if kernels.COPY_MOVES:
+        assert kernels.max_read_in_place(num_used, rank) == expected

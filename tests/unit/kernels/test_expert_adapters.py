@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rayserve_moe.kernels.adapters import AdapterPair, ExpertAdapters, RowAdapters
+from rayserve_moe.kernels.adapters import AdapterPair, ExpertAdapters, RowAdapters, add_carried, carry_ranks
 from rayserve_moe.kernels.cpu_native import calls
 from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.narrow_weights import NARROW
@@ -24,6 +24,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     ProductConfig,
     multiply_by_ragged_dot,
     multiply_in_blocks,
+    sum_results,
 )
 from tests.support.experts.quantized_experts import random_experts
 from tests.support.kernels.native_kernels import need_native_kernels
@@ -81,11 +82,17 @@ def experts_of(kernel: Kernel, weights: list[np.ndarray]) -> LayerExperts:
     return LayerExperts(ExpertWeights(*arrays), jnp.int32(SLOTS), CONFIG)
 
 
-def results(kernel: Kernel, adapter_T: list[int] | None, *, tokens: slice = slice(None)) -> np.ndarray:
+def adapters_of(pairs: Any, adapter_T: list[int], dtype: str) -> RowAdapters:
+    as_arrays = (AdapterPair(*(jnp.asarray(each, dtype) for each in pair)) for pair in pairs)
+    return RowAdapters(ExpertAdapters(*as_arrays), jnp.asarray(adapter_T, jnp.int32))
+
+
+def results(
+    kernel: Kernel, adapter_T: list[int] | None, *, tokens: slice = slice(None), pairs: Any = PAIRS
+) -> np.ndarray:
     experts = experts_of(kernel, WEIGHTS)
     if adapter_T is not None:
-        pairs = (AdapterPair(*(jnp.asarray(each, kernel.dtype) for each in pair)) for pair in PAIRS)
-        experts = replace(experts, adapters=RowAdapters(ExpertAdapters(*pairs), jnp.asarray(adapter_T, jnp.int32)))
+        experts = replace(experts, adapters=adapters_of(pairs, adapter_T, kernel.dtype))
     found = kernel.run(jnp.asarray(HIDDEN, kernel.dtype)[tokens], jnp.asarray(SLOTS_TK)[tokens], experts)
     return np.asarray(found.astype(jnp.float32))
 
@@ -127,6 +134,51 @@ def test_a_row_has_the_same_bits_alone_by_native_kernels():
     for token in (0, 4, 7):
         alone = results(native, ADAPTER_T[token : token + 1], tokens=slice(token, token + 1))
         np.testing.assert_array_equal(alone[0], found[token])
+
+
+SHARED = [
+    [each[::SLOTS] if place == part else each for place, each in enumerate(pair)]
+    for pair, part in zip(PAIRS, (0, 0, 1), strict=True)
+]
+"""A of gate and up and B of down once for all experts of a layer."""
+EXPANDED = [[np.repeat(each, SLOTS, axis=0) if len(each) == 2 else each for each in pair] for pair in SHARED]
+"""The same for each expert."""
+
+
+def test_a_matrix_that_experts_share_gives_the_bits_of_its_copies(kernel: Kernel):
+    shared, expanded = (results(kernel, ADAPTER_T, pairs=pairs) for pairs in (SHARED, EXPANDED))
+    here = SLOTS_TK < SLOTS
+    np.testing.assert_array_equal(shared[here], expanded[here])
+    assert (shared[here] != results(kernel, ADAPTER_T)[here]).any()
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_ranks_beside_tokens_give_the_sums_of_copies(has_gate: bool):
+    """Each token is multiplied once by the matrices that experts share; tokens without an adapter keep their bits."""
+    kernel, layer = KERNELS["ragged_dot"], jnp.int32(1)
+    gates = jnp.asarray(np.random.default_rng(3).random(SLOTS_TK.shape), jnp.float32)
+    experts = experts_of(kernel, WEIGHTS)
+    if not has_gate:
+        weights = experts.weights._replace(gate_XDF=None, gate_bias_XF=None)
+        experts = replace(experts, weights=weights, config=replace(CONFIG, activation=Activation("relu2")))
+
+    def sums(hidden: jax.Array, adapters: RowAdapters) -> jax.Array:
+        own = adapters if has_gate else adapters._replace(experts=adapters.experts._replace(gate=None))
+        with_them = replace(experts, adapters=own)
+        carried = carry_ranks(hidden, own, layer=layer) if own.experts.share_outer else hidden
+        out = sum_results(carried, jnp.asarray(SLOTS_TK), gates, with_them, multiply=multiply_by_ragged_dot)
+        return add_carried(out, own, layer=layer, width=WIDTH) if own.experts.share_outer else out
+
+    hidden = jnp.asarray(HIDDEN)
+    found, expected, base = (
+        np.asarray(sums(hidden, adapters_of(pairs, adapter_T, "float32")))
+        for pairs, adapter_T in ((SHARED, ADAPTER_T), (EXPANDED, ADAPTER_T), (SHARED, [-1] * TOKENS))
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    without = np.array(ADAPTER_T) < 0
+    np.testing.assert_array_equal(found[without], base[without])
+    np.testing.assert_array_equal(found[without], expected[without])
+    assert (found[~without] != base[~without]).any(axis=1).all()
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])

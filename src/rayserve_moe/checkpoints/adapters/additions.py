@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayserve_moe.checkpoints.casting import cast
+from rayserve_moe.checkpoints.casting import cast, is_finite
+from rayserve_moe.checkpoints.header import CheckpointError
 
 _WIDE = np.dtype(np.float64)
 
@@ -64,17 +65,20 @@ class MergedTensors:
     def merged(self, name: str, values: np.ndarray, *, index: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return a block of a tensor with its additions, float32; tensors without additions pass unchanged.
 
-        `index` is `[from, to)` of each of the tensor's dimensions.
+        `index` is `[from, to)` of each of the tensor's dimensions. Raises CheckpointError for a sum that is not finite.
         """
         additions = self._additions.get(name, ())
         if not additions or not values.size:
             return values
         wide = cast(values, np.dtype(np.float32)).astype(_WIDE)
         block, bounds = (wide[None], [(0, 1), *index]) if values.ndim == 2 else (wide, index)
-        for each in additions:
-            each.add_to(block, bounds)
-        merged = wide.astype(np.float32)
-        held = cast(cast(merged, self._dtypes[name]), np.dtype(np.float32))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for each in additions:
+                each.add_to(block, bounds)
+            merged = wide.astype(np.float32)
+            held = cast(cast(merged, self._dtypes[name]), np.dtype(np.float32))
+        if not is_finite(held):
+            raise CheckpointError(f"{name} with its adapter is not finite in {self._dtypes[name]}")
         error = float(np.max(np.abs(held.astype(_WIDE) - wide)))
         with self._recording:
             self.max_rounding = max(self.max_rounding, error)

@@ -16,6 +16,8 @@ MAX_PATTERN_LENGTH = 256
 """Maximum characters of a pattern of names."""
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 """Matching can double with every character of a name."""
+_REPETITION, MAX_REPETITIONS = re.compile(r"(?<![\\(])(?:[*+?]|\{[^}]*\})[?+]?"), 3
+"""Matching takes up to the characters of a name to the power of a pattern's repetitions."""
 _MAX_RANK = 2**31 - 1
 _NEEDS_MORE = {
     "use_dora": "DoRA scales the merged matrices",
@@ -111,6 +113,8 @@ def _patterns(fields: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
             raise _fault(key, f"a pattern is longer than {MAX_PATTERN_LENGTH} characters")
         if _REPEATED_GROUP.search(pattern):
             raise _fault(key, f"{pattern!r} repeats a group, which may take longer than anyone waits")
+        if len(_REPETITION.findall(pattern)) > MAX_REPETITIONS:
+            raise _fault(key, f"{pattern!r} has more than {MAX_REPETITIONS} repetitions (* + ? {{}})")
         try:
             re.compile(pattern)
         except re.error as error:

@@ -16,7 +16,7 @@ from rayserve_moe.checkpoints.header import CheckpointError
 
 EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)")
 """Matches the name of the experts of a layer, or of a part of them."""
-_PART = re.compile(r"(?:.*\.)?experts(?:\.(\d+))?(?:\.([a-z_0-9]+))?")
+_PART = re.compile(r"(?:.*\.)?experts(?:\.([0-9]{1,9}))?(?:\.([a-z_0-9]+))?")
 _PARAMETERS = {"gate_up": "gate_up_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _ROLE_OF = {
     "gate_up_proj": "gate_up",

@@ -20,7 +20,7 @@ from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.names import SpecTree, tensor_name, tensor_places, walk
 from rayserve_moe.model.param_spec import ParamSpec
 
-_LAYER = re.compile(r"(?:(.*)\.)?layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:(.*)\.)?layers\.([0-9]{1,9})\.(.+)")
 _DECODERS = (None, "model", "backbone", "language_model", "language_model.model", "model.language_model")
 """Names of the module that holds the layers of a language model; encoders of images have others."""
 _HEAD = "lm_head"

@@ -20,7 +20,7 @@ from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.execution.weights.staged import refusing
 from rayserve_moe.experts.slot_mapping import PlacementArrays, experts_of_slots
 from rayserve_moe.kernels.adapters import AdapterPair
-from rayserve_moe.model.adapters import adapted_matrices, adapter_partitions
+from rayserve_moe.model.adapters import adapter_partitions, config_matrices
 from rayserve_moe.model.model_config import AdapterStacks, ModelConfig
 from rayserve_moe.model.parameters import parameters_in_files
 
@@ -121,7 +121,7 @@ class HostAdapters:
         self._layer, self._dtype = layer_shapes(served), served.dtype
         tree = parameter_tree(config, dtype=served.dtype)
         self._tree = parameters_in_files(tree, rules, spec=config.spec)
-        self._matrices = list(adapted_matrices(tree, config.spec, experts=config.adapts_experts))
+        self._matrices = list(config_matrices(tree, config))
         self._held: dict[str, HeldAdapter] = {}
         self._resident: dict[int, str] = {}
         """Key of the adapter in each slot."""
@@ -202,11 +202,17 @@ class HostAdapters:
         def of(name: str, part: int, shape: Any) -> jax.Array:
             def rows(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None, "the stacks have dimensions"
+                held = {slot: self._held.get(key, {}).get((EXPERTS, name)) for slot, key in self._resident.items()}
+                arrays = {slot: pair[part][layer] for slot, pair in held.items() if pair is not None}
+                if len(index) == 3:  # the experts share it
+                    own = np.zeros(shape.shape, shape.dtype)
+                    for slot, array_RI in arrays.items():
+                        own[slot] = array_RI
+                    return own[index]
                 experts = self._expert_of_slot[layer, index[0]]
                 own = np.zeros((len(experts), *shape.shape[1:]), shape.dtype)
-                for slot, key in self._resident.items():
-                    if (pair := self._held.get(key, {}).get((EXPERTS, name))) is not None:
-                        own[:, slot] = pair[part][layer][experts]
+                for slot, array_ERI in arrays.items():
+                    own[:, slot] = array_ERI[experts]
                 return own[:, *index[1:]]
 
             return jax.make_array_from_callback(shape.shape, shape.sharding, rows)
@@ -224,21 +230,22 @@ class HostAdapters:
         def of(group: str, name: str, pair: AdapterPair) -> AdapterPair:
             if (arrays := held.get((group, name))) is None:
                 return AdapterPair(*(_on_devices(np.zeros(shape.shape, shape.dtype), shape) for shape in pair))
-            put = self._on_slots if group == EXPERTS else _on_devices
-            return AdapterPair(*(put(array, shape) for array, shape in zip(arrays, pair, strict=True)))
+            return AdapterPair(*(self._placed(array, shape) for array, shape in zip(arrays, pair, strict=True)))
 
         return {
             group: {name: of(group, name, pair) for name, pair in pairs.items()}
             for group, pairs in self._single.items()
         }
 
-    def _on_slots(self, array_LE: np.ndarray, shape: Any) -> jax.Array:
-        """Return an array by expert [L, E, ...] as an array by expert slot [L, P, ...], sharded like `shape`."""
+    def _placed(self, array: np.ndarray, shape: Any) -> jax.Array:
+        """Return an array of an adapter with the sharding of `shape`; of experts, [L, E, ...] as [L, P, ...]."""
+        if array.ndim == 3:
+            return _on_devices(array, shape)
 
         def rows(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "the stacks have dimensions"
-            layers, experts = np.arange(len(array_LE))[index[0]], self._expert_of_slot[index[:2]]
-            return array_LE[layers[:, None], experts][:, :, *index[2:]]
+            layers, experts = np.arange(len(array))[index[0]], self._expert_of_slot[index[:2]]
+            return array[layers[:, None], experts][:, :, *index[2:]]
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, rows)
 

@@ -16,10 +16,12 @@ struct Adapters {
   const bf16* b = nullptr;          // [experts, slots, rank, outputs]
   const int32_t* slots = nullptr;   // of each token; -1: it has no adapter
   int64_t num_slots = 0, rank = 0, inputs = 0, outputs = 0;
+  bool shares_a = false, shares_b = false;  // all experts have the first matrix there
 
   bool change(int64_t token) const { return a && slots[token] >= 0; }
-  // Index of a token's adapter for an expert, in slots.
-  int64_t place(int64_t token, int64_t expert) const { return expert * num_slots + slots[token]; }
+  // Index of A and of B of a token's adapter for an expert, in slots.
+  int64_t place_of_a(int64_t token, int64_t expert) const { return (shares_a ? 0 : expert) * num_slots + slots[token]; }
+  int64_t place_of_b(int64_t token, int64_t expert) const { return (shares_b ? 0 : expert) * num_slots + slots[token]; }
 };
 
 // Where an adapter reads its inputs: `a` and `b` change places where a matrix is read from its outputs to its inputs.
@@ -76,7 +78,7 @@ class AdaptedRows {
       for (int64_t r = begin; r < end; ++r) {
         const int64_t token = token_of(r);
         if (adapters.change(token))
-          reduce_row(ranks_of(adapters), adapters.rank, adapters.place(token, expert_of(r)), rows + r * stride,
+          reduce_row(ranks_of(adapters), adapters.rank, adapters.place_of_a(token, expert_of(r)), rows + r * stride,
                      ranks + r * adapters.rank);
       }
     });
@@ -88,7 +90,7 @@ class AdaptedRows {
   void add(Pair& sums, int64_t row, int64_t token, int64_t column, int64_t expert = 0) const {
     const Adapters& of = *adapters_;
     if (!of.change(token)) return;
-    add_ranks(sums, of.b + of.place(token, expert) * of.rank * of.outputs, of.outputs, of.rank,
+    add_ranks(sums, of.b + of.place_of_b(token, expert) * of.rank * of.outputs, of.outputs, of.rank,
               ranks_.data() + row * of.rank, column);
   }
   void add(Pair& sums, int64_t row, int64_t column) const { add(sums, row, row, column); }

@@ -22,7 +22,9 @@ def adapter_arguments(adapters: LayerAdapters | None, names: Sequence[str]) -> l
 
 def expert_arguments(adapters: RowAdapters | None) -> list[jax.Array]:
     """Return `adapter_arguments` of experts."""
-    return [] if adapters is None else [adapters.slot_T, *(array for pair in adapters.experts for array in pair)]
+    if adapters is None:
+        return []
+    return [adapters.slot_T, *(array for pair in adapters.experts for array in pair or _empty_pair())]
 
 
 def row_adapters(adapters: LayerAdapters | None, names: Sequence[str]) -> RowAdapters | None:
@@ -34,5 +36,9 @@ def row_adapters(adapters: LayerAdapters | None, names: Sequence[str]) -> RowAda
 
 def _pair(adapters: LayerAdapters, name: str) -> AdapterPair:
     """Return the pair of a parameter; empty if adapters never change it."""
+    return adapters.pairs.get(name) or _empty_pair()
+
+
+def _empty_pair() -> AdapterPair:
     nothing = jnp.zeros(0, jnp.bfloat16)
-    return adapters.pairs.get(name, AdapterPair(nothing, nothing))
+    return AdapterPair(nothing, nothing)

@@ -90,16 +90,23 @@ class AdapterArguments {
     if (!a.has_value() || !b.has_value()) return void(is_wrong_ = true);
     if (a->element_count() == 0) return;
     if (!have_dims(4, *a, *b)) return void(is_wrong_ = true);
-    const int64_t layers = size_of(*a, 0), slots = size_of(*a, 1), rank = size_of(*a, 2);
-    is_wrong_ = !is(*a, {layers, slots, rank, inputs}) || !is(*b, {layers, slots, rank, outputs}) || end_ > layers ||
-                largest_ >= slots;
-    if (!is_wrong_) adapters = {of_layer(*a, layer_), of_layer(*b, layer_), slots_, slots, rank, inputs, outputs};
+    const int64_t of_a = size_of(*a, 0), of_b = size_of(*b, 0), layers = std::max(of_a, of_b);
+    const int64_t slots = size_of(*a, 1), rank = size_of(*a, 2);
+    is_wrong_ = !is(*a, {of_a, slots, rank, inputs}) || !is(*b, {of_b, slots, rank, outputs}) || end_ > layers ||
+                largest_ >= slots || !is_whole(of_a, layers) || !is_whole(of_b, layers);
+    if (is_wrong_) return;
+    adapters = {of_layer(*a, first_of(of_a, layers)), of_layer(*b, first_of(of_b, layers)), slots_, slots, rank, inputs,
+                outputs, of_a < layers, of_b < layers};
   }
 
   // Returns true if an argument was missing, did not fit, or was left over.
   bool are_wrong() const { return is_wrong_ || (slots_ && next_ != given_.size()); }
 
  private:
+  // A stack has a matrix for each expert, or one for all experts of a layer.
+  bool is_whole(int64_t size, int64_t layers) const { return size == layers || size * (end_ - layer_) == layers; }
+  int64_t first_of(int64_t size, int64_t layers) const { return size == layers ? layer_ : layer_ / (end_ - layer_); }
+
   const ffi::RemainingArgs& given_;
   int64_t layer_, end_, largest_ = -1;
   const int32_t* slots_ = nullptr;

@@ -20,7 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rayserve_moe.kernels.adapters import AdapterPair, RowAdapters, expert_product, grouped_products
+from rayserve_moe.kernels.adapters import (
+    AdapterPair,
+    ExpertAdapters,
+    RowAdapters,
+    carried_products,
+    expert_product,
+    grouped_products,
+    pair_of_layer,
+    ranks_to_carry,
+)
 from rayserve_moe.kernels.narrow_weights import NARROW, dequantized, in_blocks
 from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
 from rayserve_moe.kernels.row_blocks import ByRows, at_once
@@ -127,7 +136,8 @@ def multiply_in_blocks(
 def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: LayerExperts) -> jax.Array:
     """Multiply by `ragged_dot`, which TPUs lower to a grouped matmul that reads each weight once.
 
-    Group sizes are zero but for this layer's slots. Returns [T, K, D] as `multiply_in_blocks` does.
+    Group sizes are zero but for this layer's slots. Returns [T, K, D] as `multiply_in_blocks` does. Tokens may carry
+    ranks of their adapters beside their D columns (`carry_ranks`); results then do so too (`ranks_to_carry`).
     """
     experts = widened(experts, hidden_TD.dtype)
     weights, first_slot, adapters = experts.weights, experts.first_slot, experts.adapters
@@ -138,16 +148,17 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
     is_slot_XS = np.arange(len(weights.up_XDF))[:, None] == first_slot + np.arange(num_slots)
     sizes_X = jnp.sum(jnp.where(is_slot_XS, counts_S, 0), axis=1)
     token_of_row = jnp.pad(token_P, (0, num_rows - slots_P.size))
-    sorted_PD = take(hidden_TD, token_of_row).reshape(num_rows, -1)
-
+    sorted_PY = take(hidden_TD, token_of_row).reshape(num_rows, -1)
+    sorted_PD, carried_PC = jnp.split(sorted_PY, [weights.up_XDF.shape[1]], axis=1)
     slot_of_row = first_slot + jnp.pad(jnp.sort(slots_P), (0, num_rows - slots_P.size))
 
-    def multiply(rows: jax.Array, *products: _Product) -> list[jax.Array]:
+    def multiply(rows: jax.Array, *products: _Product, carried: jax.Array | None = None) -> list[jax.Array]:
         made = [multiply_base(rows, product) for product in products]
         if adapters is None:
             return made
         pairs = [of_layer(product.adapters) for product in products if product.adapters is not None]
-        added = grouped_products(rows, pairs, counts_S, slot_T=adapters.slot_T[token_of_row])
+        add, operand = (grouped_products, rows) if carried is None else (carried_products, carried)
+        added = add(operand, pairs, counts_S, slot_T=adapters.slot_T[token_of_row])
         return [out + more for out, more in zip(made, added, strict=True)]
 
     def multiply_base(rows: jax.Array, product: _Product) -> jax.Array:
@@ -157,11 +168,17 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
         return out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
 
     def of_layer(pair: AdapterPair) -> AdapterPair:
-        return AdapterPair(*(jax.lax.dynamic_slice_in_dim(stack, first_slot, num_slots) for stack in pair))
+        return pair_of_layer(pair, first_slot, num_slots)
 
     before, of_down = _products(weights, adapters)
-    inner = _activated(multiply(sorted_PD, *before), experts.config.activation).astype(hidden_TD.dtype)
-    (down,) = multiply(inner, of_down)
+    carried = carried_PC if carried_PC.shape[1] else None
+    inner = _activated(multiply(sorted_PD, *before, carried=carried), experts.config.activation).astype(hidden_TD.dtype)
+    if carried is None or adapters is None or of_down.adapters is None:
+        (down,) = multiply(inner, of_down)
+    else:
+        pair, slot_T = of_layer(of_down.adapters), adapters.slot_T[token_of_row]
+        ranks = ranks_to_carry(inner, pair, counts_S, slot_T=slot_T, num_columns=carried.shape[1])
+        down = jnp.concatenate([multiply_base(inner, of_down), ranks], axis=1)
     rows_P = down.astype(hidden_TD.dtype).reshape(num_rows, *hidden_TD.shape[1:])
     return take(rows_P, place_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
@@ -216,7 +233,8 @@ def widened(experts: LayerExperts, dtype: jnp.dtype) -> LayerExperts:
 
     own, adapters = of_layer(experts.weights), experts.adapters
     if adapters is not None:
-        adapters = adapters._replace(experts=of_layer(adapters.experts))
+        pairs = (None if pair is None else pair_of_layer(pair, first, size) for pair in adapters.experts)
+        adapters = adapters._replace(experts=ExpertAdapters._make(pairs))
     scales = own[6:]
     if in_blocks(own.up_scale_XZF):
         pairs = zip(own[:3], scales, strict=True)

@@ -306,8 +306,14 @@ def _expert_adapters(inputs: StepInputs, layer: jax.Array) -> RowAdapters | None
     of_layer = adapters_of(inputs, "experts", layer)
     if of_layer is None:
         return None
-    pairs = (AdapterPair(*map(_flatten, of_layer.pairs[name])) for name in EXPERT_MATRICES)
-    return RowAdapters(ExpertAdapters(*pairs), of_layer.tokens.slot_T)
+    found = (of_layer.pairs.get(name) for name in EXPERT_MATRICES)
+    pairs = (None if pair is None else AdapterPair(*map(_flat_slots, pair)) for pair in found)
+    return RowAdapters(ExpertAdapters._make(pairs), of_layer.tokens.slot_T)
+
+
+def _flat_slots(stack: jax.Array) -> jax.Array:
+    """Flatten layers and slots of a stack; a stack [L, S, R, ...] that experts share has no slots."""
+    return _flatten(stack) if stack.ndim == 5 else stack
 
 
 def _flatten(weights: jax.Array) -> jax.Array:
