@@ -34,7 +34,9 @@ KERNEL, CALLS = "pallas_call", {"pjit", "jit"}
 PRODUCT = "dot_general"
 PRODUCTS = {PRODUCT, "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 SUMS = {"reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum", "scatter-add"}
-_WINDOW = re.compile(r'"input_window_bounds":\[([^\]]+)\]')
+LANES = 128
+_WINDOW = re.compile(r'"input_window_bounds":\[[^\]]*"(\d+)"\]')
+"""The last bound counts registers along the summed width."""
 _EMITTER = re.compile(r'"emitter":"(\w+)"')
 EXACT = {"ranks_of", "_draw", "_best_here"}
 """Functions of `decoding` whose sums are exact in any order: they count, or add zeros to one number."""
@@ -65,7 +67,7 @@ class Difference:
     """Names of steps by order; the empty order has the steps without such a sum."""
 
     def __str__(self) -> str:
-        """Return the line with its orders, and an example of a step of each."""
+        """Return the line, and its orders with the steps of each."""
         shown = "; ".join(f"{order or 'none'} in {', '.join(steps)}" for order, steps in self.orders.items())
         return f"{self.line}: {self.operation} of {shown}"
 
@@ -100,8 +102,8 @@ def products_of(program: ProgramText) -> Iterator[RowSum]:
         parts = [part for part in program.fused(instruction) if part.opcode == "convolution"]
         bounds, emitter = _WINDOW.search(instruction.attributes), _EMITTER.search(instruction.attributes)
         for part in parts:
-            width = f"{bounds[1].split(',')[-1]} lanes" if bounds else "unknown width"
-            order = f"windows of {width}, {emitter[1] if emitter else 'unknown emitter'}"
+            width = f"windows of {LANES * int(bounds[1])}" if bounds else "unknown windows"
+            order = f"{width}, {emitter[1] if emitter else 'unknown emitter'}"
             yield RowSum(program.source_of(part) or part.op_name, "product of XLA", order)
 
 
@@ -155,9 +157,14 @@ def _inner(values: Iterable[Any]) -> Iterator[core.Jaxpr]:
             yield from _inner(value)
 
 
+def _operands(equation: core.JaxprEqn) -> list[Any]:
+    """Return shapes and dtypes."""
+    return [variable.aval for variable in equation.invars]
+
+
 def _has_orders(equation: core.JaxprEqn, line: str) -> bool:
     """Return True if another order could give other bits: of more than two floating-point numbers."""
-    given = equation.invars[0].aval
+    given, *_ = _operands(equation)
     if not jnp.issubdtype(given.dtype, jnp.floating) or line.rpartition(" ")[2] in EXACT:
         return False
     axes = equation.params.get("axes", ()) if equation.primitive.name in SUMS else ()
@@ -178,8 +185,9 @@ def _order_of(equation: core.JaxprEqn, *, in_kernel: bool) -> str:
 
     In kernels it is the sizes that are summed over.
     """
-    shapes = [variable.aval.shape for variable in equation.invars]
-    types = " x ".join(str(variable.aval.dtype) for variable in equation.invars)
+    operands = _operands(equation)
+    shapes = [operand.shape for operand in operands]
+    types = " x ".join(str(operand.dtype) for operand in operands)
     axes = [range(len(shape)) for shape in shapes]
     summed: list[Any] = axes
     if equation.primitive.name == PRODUCT:
