@@ -39,6 +39,7 @@ from benchmarks.fleet_table import (
 )
 from benchmarks.gate_table import compile_gate
 from benchmarks.house_table import house
+from benchmarks.invariance_table import invariance
 from benchmarks.loading_table import loading
 from benchmarks.made_up import made_up_tables
 from benchmarks.markdown import markdown_table
@@ -357,6 +358,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "narrow_experts": narrow_experts,
     "adapters": adapters,
     "adapter_pushes": adapter_pushes,
+    "invariance": invariance,
     "house": house,
     "loading": loading,
     "schema_suite": schema_suite,

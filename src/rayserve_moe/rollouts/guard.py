@@ -16,6 +16,8 @@ FAR = float(np.log(2))
 _TOP_SHARE = 0.02
 """Share of tokens that hold nearly all of the distance if only some rows are wrong."""
 _NEARLY_ALL = 0.9
+_ROUNDINGS = 1e-6
+"""Nats per token below which roundings alone may be the cause."""
 _CONSTANT = 0.25
 """Standard deviation of the differences, relative to their mean, below which they are one constant."""
 _WHOLLY = 0.2
@@ -66,9 +68,9 @@ def check_replay(
     `replayed` are the trainer's log-probs of the output tokens, taken before any step on this batch, with the weights
     that sampled them, as they were sent, at the temperature of the samples. `versions` are the names of those weights,
     or a single name. Raises RefusedBatch if a row or a log-prob is labelled with another version, or if the distance is
-    above `max_kl` or not a number. Then each of `causes` is tried: if removing a cause brings the batch within the
-    bound, the cause with the minimum distance is named, otherwise the cause that the distances suggest. Raises
-    ValueError if the log-probs do not belong to the same tokens.
+    above `max_kl` or not a number. With `max_kl=0` every log-prob must be equal to the last bit. Then each of `causes`
+    is tried: if removing a cause brings the batch within the bound, the cause with the minimum distance is named,
+    otherwise the cause that the distances suggest. Raises ValueError if the log-probs do not belong to the same tokens.
     """
     known = {versions} if isinstance(versions, str) else set(versions)
     for number, rollout in enumerate(rollouts):
@@ -80,9 +82,10 @@ def check_replay(
     if distance.likely_cause is None:
         return distance
     cause = _found_cause(served, causes or {}, max_kl=max_kl) or distance.likely_cause
+    first = "" if max_kl else f" {_first_difference(rollouts, replayed)}."
     message = (
         f"replay is {distance.kl:.3g} nats per token from the sampled log-probs, the bound is {max_kl:g}; "
-        f"{distance.share_far:.1%} of {distance.num_tokens} tokens are off by more than 2. Likely: {cause}"
+        f"{distance.share_far:.1%} of {distance.num_tokens} tokens are off by more than 2.{first} Likely: {cause}"
     )
     raise RefusedBatch(cause, message, distance=distance)
 
@@ -110,12 +113,24 @@ def distance_of(served: Logprobs, replayed: Logprobs, *, max_kl: float = MAX_KL)
     with np.errstate(over="ignore", invalid="ignore"):
         parts = [np.expm1(one) - one for one in each]
     kl = _finite(np.concatenate(parts).mean())
+    is_within = kl <= max_kl if max_kl else not differences.any()
     return ReplayDistance(
         kl=kl,
         share_far=float((~(np.abs(differences) <= FAR)).mean()),
         worst_sample=_finite(max(part.mean() for part in parts)),
         num_tokens=len(differences),
-        likely_cause=None if kl <= max_kl else _likely_cause(differences, np.concatenate(parts)),
+        likely_cause=None if is_within else _likely_cause(differences, np.concatenate(parts)),
+    )
+
+
+def _first_difference(rollouts: Sequence[Rollout], replayed: Logprobs) -> str:
+    """Return the first log-prob that differs, and how many do."""
+    differing = [np.flatnonzero(rollout.logprobs != ours) for rollout, ours in zip(rollouts, replayed, strict=True)]
+    number = next(number for number, tokens in enumerate(differing) if len(tokens))
+    token = differing[number][0]
+    return (
+        f"{sum(map(len, differing))} log-probs differ, first that of token {token} of sample {number}: "
+        f"{rollouts[number].logprobs[token]:.9g} sampled, {replayed[number][token]:.9g} replayed"
     )
 
 
@@ -127,6 +142,8 @@ def _finite(value: float) -> float:
 def _likely_cause(differences: np.ndarray, parts: np.ndarray) -> str:
     if not np.isfinite(differences).all():
         return "log-probs that are no numbers"
+    if parts.mean() < _ROUNDINGS:
+        return "sums in another order: another batch without `invariant_products`, other kernels or another dtype"
     if len(differences) > 1 and differences.std() < _CONSTANT * abs(differences.mean()):
         return (
             f"another temperature or bias in the trainer: all log-probs are {differences.mean():+.2g} from the served"

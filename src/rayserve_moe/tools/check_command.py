@@ -23,9 +23,10 @@ from rayserve_moe.tools.compile_check import (
 from rayserve_moe.tools.estimate.dump import dump_environment
 from rayserve_moe.tools.estimate.report import estimate_lines
 from rayserve_moe.tools.program_report import ProgramReport
-from rayserve_moe.tools.served_cases import NoTopologyError, ServedCase, case_of_config, case_of_model
+from rayserve_moe.tools.row_sums import differences
+from rayserve_moe.tools.served_cases import NoTopologyError, ServedCase, case_of_config, case_of_model, lay_out
 
-DOES_NOT_FIT = 1
+DOES_NOT_FIT = DIFFERS = 1
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,15 +43,28 @@ def _check_dumping_to(folder: Path, options: argparse.Namespace) -> int:
     except NoTopologyError as skipped:
         sys.stderr.write(f"skipped: {skipped}\n")
         return 0
+    if options.row_sums:
+        return _compare_sums(case, names=_names(options))
     limits = _limits(Path(options.limits)).get(case.name) if options.limits else None
-    names = tuple(name.strip() for name in options.programs.split(",") if name.strip())
     estimator = estimator_of(case, dump=folder) if options.estimate else None
     threads = max(1, options.jobs)
-    report = check(case, names=names, limits=limits, num_threads=threads, estimator=estimator, say=_say)
+    report = check(case, names=_names(options), limits=limits, num_threads=threads, estimator=estimator, say=_say)
     text = json.dumps(report.as_json(), indent=2) if options.json else render(report)
     sys.stdout.write(text + "\n")
     sys.stderr.writelines(f"{fault}\n" for fault in report.faults)
     return DOES_NOT_FIT if report.faults else 0
+
+
+def _names(options: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(name.strip() for name in options.programs.split(",") if name.strip())
+
+
+def _compare_sums(case: ServedCase, *, names: tuple[str, ...]) -> int:
+    """Print where a row could be added up in two orders; return 0, or 1 if there is such a line."""
+    found = differences(lay_out(case), names=names)
+    sys.stdout.writelines(f"{each}\n" for each in found)
+    sys.stdout.write(f"{case.name} on {case.topology}: {len(found)} sums differ between steps\n")
+    return DIFFERS if found else 0
 
 
 def _say(line: str) -> None:

@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     report = parser.add_argument_group("report")
     report.add_argument("--limits", help="a JSON file with maximum values of report fields, by case and program")
+    report.add_argument("--row-sums", action="store_true", help="list sums whose order differs between steps instead")
     report.add_argument("--estimate", action="store_true", help="estimate the time of each step from its schedules")
     report.add_argument("--jobs", type=int, default=1, help="programs compiled concurrently (default: 1)")
     report.add_argument("--json", action="store_true", help="print the report as JSON")

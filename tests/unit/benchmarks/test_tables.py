@@ -318,6 +318,16 @@ def every_section() -> dict:
                  "peak_bytes": 10},
             ]},
         },
+        "invariance": {
+            "equality": {
+                "xla off": {"versions": 4, "tokens": 100_000, "differing": 250, "ratio_not_1": 240, "largest": 1e-6}
+            },
+            "cost": {"runs": {"W2": {
+                f"{kernels} {side}": [run_of(seconds)]
+                for kernels in ("native", "xla")
+                for side, seconds in (("on", 2.0), ("off", 1.0))
+            }}},
+        },
         "bfloat16_routing": {
             "families": {"mixtral": {"token_layers": 8192, "differing": dict.fromkeys(PAIRS.values(), 0.0625)}}
         },
@@ -449,6 +459,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("sides", "2.00 (2.00-2.00)"),
         ("waits", "2.50% (2.50%-2.50%)"),
         ("curve", "320 (320-320)"),
+        ("invariance", "0.50 (0.50-0.50)"),
         ("conversations", "1.0100 (1.0100-1.0100)"),
         ("fleet_conversations", "1.040 (1.040-1.040)"),
         ("fleet_overload", "0.875"),

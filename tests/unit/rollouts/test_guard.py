@@ -70,6 +70,25 @@ def test_no_cause_is_named_of_what_is_accepted(batch):
     assert distance_of(same, ours, max_kl=kl / 2).likely_cause
 
 
+def test_with_a_bound_of_zero_a_single_last_bit_is_refused_and_named(batch):
+    rollouts, weights = batch
+    sampled = [replace(rollout, logprobs=rollout.logprobs.astype(np.float32)) for rollout in rollouts]
+    found = [rollout.logprobs.copy() for rollout in sampled]
+    exact = check_replay(sampled, found, versions=["7"], max_kl=0)
+    assert exact.kl == 0 and exact.likely_cause is None and exact.num_tokens == sum(map(len, found))
+    found[3][1] = np.nextafter(found[3][1], np.float32(0))
+    check_replay(sampled, found, versions=["7"])
+    with pytest.raises(RefusedBatch, match="1 log-probs differ, first that of token 1 of sample 3") as refusal:
+        check_replay(sampled, found, versions=["7"], max_kl=0)
+    assert refusal.value.cause.startswith("sums in another order")
+    assert f"{sampled[3].logprobs[1]:.9g} sampled, {found[3][1]:.9g} replayed" in str(refusal.value)
+    found[3][1] = np.nan
+    with pytest.raises(RefusedBatch, match="no numbers"):
+        check_replay(sampled, found, versions=["7"], max_kl=0)
+    with pytest.raises(RefusedBatch, match="Likely: shifted rows"):
+        check_replay(sampled, replayed(rollouts, weights, shift=1), versions=["7"], max_kl=0)
+
+
 @pytest.mark.parametrize("offset", [-1.0, 0.5, 3.0])
 def test_a_constant_offset_is_told_from_wrong_rows(batch, offset):
     rollouts, weights = batch

@@ -1,0 +1,143 @@
+"""What `invariant_products` gives and costs: sampled log-probs beside scored ones, and W1 to W4 with it on and off.
+
+    python -m benchmarks.invariance [--parts "native on,xla on,xla off,cost"] [--tokens 100000] [--size small]
+
+Equality: under several versions of the weights, answers of mixed lengths are sampled together with others, and their
+prompts with the answers are scored in batches of their own; log-probs are compared to the bit. The ratio of a token is
+exp(scored - sampled), which GRPO multiplies by. Cost: the sides take turns, one run each per repeat. Native kernels
+have the same bits with the setting on and off. Their sides run the same program, so their ratio shows the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, machine_facts, note, save
+from benchmarks.engine_runs import in_turn, run_engine
+from benchmarks.table import tables
+from benchmarks.workloads import FIRST_PLAIN_ID, WORKLOADS, prompts_of
+from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
+from rayserve_moe.inprocess.engine import Engine
+
+SETTINGS_OF: dict[str, dict[str, Any]] = {
+    "native": {"dtype": "bfloat16", "cpu_kernels": "native"},
+    "xla": {"dtype": "float32", "cpu_kernels": "off"},
+}
+KEY, PARTS = "invariance", ("native on", "xla on", "xla off", "cost")
+EQUALITY_SIZE, NUM_VERSIONS, LONGEST_PROMPT, NUM_PROMPTS, CHOICES = "tiny", 4, 96, 32, 4
+NEW_TOKENS = 200
+
+
+def equality(kernels: str, setting: str, *, num_tokens: int) -> dict[str, Any]:
+    """Sample and score under each version in turn; returns how many tokens were compared, and how many differ."""
+    counts = {"versions": NUM_VERSIONS, "tokens": 0, "differing": 0, "ratio_not_1": 0, "largest": 0.0}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [_version(Path(folder), seed) for seed in range(NUM_VERSIONS)]
+        with Engine(str(paths[0]), invariant_products=setting, **SETTINGS_OF[kernels]) as engine:
+            for version, path in enumerate(paths):
+                engine.update_weights_from_disk(path, weight_version=str(version))
+                for sampled, scored in _rounds(engine, version, num_tokens=-(-num_tokens // NUM_VERSIONS)):
+                    counts["tokens"] += len(sampled)
+                    counts["differing"] += int((sampled != scored).sum())
+                    counts["ratio_not_1"] += int((np.exp(scored - sampled) != 1).sum())
+                    counts["largest"] = max(counts["largest"], float(np.abs(scored - sampled).max()))
+                note(f"{kernels} {setting}, version {version}: {counts}")
+    return counts
+
+
+def _version(folder: Path, seed: int) -> Path:
+    return write_checkpoint(folder / str(seed), PRESETS[EQUALITY_SIZE], seed=seed, dtype="float32")
+
+
+def _rounds(engine: Engine, version: int, *, num_tokens: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield float32 log-probs as sampled and as scored, until enough tokens were compared."""
+    generator, count = np.random.default_rng(version), 0
+    while count < num_tokens:
+        lengths = generator.integers(1, LONGEST_PROMPT, NUM_PROMPTS)
+        prompts = [generator.integers(FIRST_PLAIN_ID, engine.card.vocab_size, n).tolist() for n in lengths]
+        budgets = generator.integers(1, NEW_TOKENS, NUM_PROMPTS)
+        sampling = [
+            {"max_new_tokens": int(budget), "n": CHOICES, "temperature": 1.0, "seed": count + i, "ignore_eos": True}
+            for i, budget in enumerate(budgets)
+        ]
+        answers = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+        engine.flush_cache()
+        whole = [prompts[i // CHOICES] + answer["output_ids"] for i, answer in enumerate(answers)]
+        order = generator.permutation(len(answers))
+        scores = engine.generate(
+            input_ids=[whole[i] for i in order],
+            sampling_params={"max_new_tokens": 0, "temperature": 1.0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        for place, score in zip(order, scores, strict=True):
+            if str(version) != score["meta_info"]["weight_version"]:
+                raise RuntimeError(f"scored under version {score['meta_info']['weight_version']}, not {version}")
+            sampled = _logprobs(answers[place]["meta_info"]["output_token_logprobs"])
+            count += len(sampled)
+            yield sampled, _logprobs(score["meta_info"]["input_token_logprobs"][-len(sampled) :])
+
+
+def _logprobs(entries: list[Any]) -> np.ndarray:
+    return np.array([entry[0] for entry in entries], np.float32)
+
+
+def cost(size: str, *, repeats: int) -> dict[str, Any]:
+    """Run every workload by all kernels with the setting on and off, in turn."""
+    sides = [f"{kernels} {setting}" for kernels in SETTINGS_OF for setting in ("on", "off")]
+    path, load = checkpoint_of(size), load_before_start()
+    runs: dict[str, dict[str, list[Any]]] = {name: {side: [] for side in sides} for name in WORKLOADS}
+    with ExitStack() as stack:
+        engines = {}
+        for side in sides:
+            kernels, setting = side.split()
+            engine = Engine(str(path), invariant_products=setting, **SETTINGS_OF[kernels])
+            engines[side] = stack.enter_context(engine)
+        facts = conditions(engines["xla on"], size=size, repeats=repeats, load_before=load)
+        for name, workload in WORKLOADS.items():
+            for repeat in range(-1, repeats):
+                for side in in_turn(sides, repeat + 1):
+                    prompts = prompts_of(name, repeat, vocab_size=engines[side].card.vocab_size)
+                    run, _ = run_engine(engines[side], workload, prompts=prompts, seed=repeat + 1)
+                    if repeat >= 0:
+                        runs[name][side].append(run)
+                note(f"{name} {repeat + 1}/{repeats}")
+    return {**facts, "runs": runs}
+
+
+def main() -> None:
+    """Measure, write the result file, print its tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; others stay as they are in the file")
+    parser.add_argument("--size", choices=list(PRESETS), default="small", help="synthetic preset for the cost")
+    parser.add_argument("--tokens", type=int, default=100_000, help="compared, of each kernels")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "invariance.json")
+    arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"unknown part {min(unknown)}; known parts: {PARTS}")
+    out, load = arguments.out, load_before_start()
+    result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {KEY: {"equality": {}}}
+    for part in parts:
+        if part == "cost":
+            result[KEY]["cost"] = cost(arguments.size, repeats=arguments.repeats)
+            continue
+        kernels, setting = part.split()
+        found = equality(kernels, setting, num_tokens=arguments.tokens)
+        result[KEY]["equality"][part] = {"machine": machine_facts(load), **found}
+        save(result, out)
+    save(result, out)
+    print(tables(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Proof that a row is added up in one order in every compiled step: the sums of all sizes, compared.
+
+Compilers choose the order of a sum by its shapes. Steps that add up floating-point numbers at the same line of source
+must do so in the same shapes, or the results of a row depend on the size of its step. Traced programs show the blocks
+of loops. In kernels of our own the sizes that are summed over decide alone, because a matrix unit computes rows
+independently. For products of XLA on TPUs the compiled programs decide: they show the emitter of each product, and the
+part of the summed width that is in its window.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from rayserve_moe.execution.programs.compiled import lowered, optimized
+from rayserve_moe.execution.programs.specs import Program, programs_of
+from rayserve_moe.execution.served_model import ServedModel
+from rayserve_moe.parallel.mesh import platform_of
+from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.tools.hlo_text import ProgramText, read_program
+
+PACKAGE = "rayserve_moe/"
+NUM_PAGES = 64
+"""Pages of the pool. No sum depends on their number."""
+KERNEL, CALLS = "pallas_call", {"pjit", "jit"}
+PRODUCT = "dot_general"
+PRODUCTS = {PRODUCT, "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
+SUMS = {"reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum", "scatter-add"}
+LANES = 128
+_WINDOW = re.compile(r'"input_window_bounds":\[[^\]]*"(\d+)"\]')
+"""The last bound counts registers along the summed width."""
+_EMITTER = re.compile(r'"emitter":"(\w+)"')
+EXACT = {"ranks_of", "_draw", "_best_here"}
+"""Functions of `decoding` whose sums are exact in any order: they count, or add zeros to one number."""
+OVER_DEVICES = {"psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter"}
+"""Sums over devices: their order is that of a collective, which is chosen by its size."""
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """A product or a sum of a program that adds up floating-point numbers."""
+
+    line: str
+    """The line of this package that it was traced from."""
+    operation: str
+    order: str
+    """What the order of its additions follows from."""
+    in_kernel: bool = False
+    """True in kernels of our own."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A line of source whose sums differ between steps."""
+
+    line: str
+    operation: str
+    orders: Mapping[str, tuple[str, ...]]
+    """Names of steps by order; the empty order has the steps without such a sum."""
+
+    def __str__(self) -> str:
+        """Return the line, and its orders with the steps of each."""
+        shown = "; ".join(f"{order or 'none'} in {', '.join(steps)}" for order, steps in self.orders.items())
+        return f"{self.line}: {self.operation} of {shown}"
+
+
+def differences(served: ServedModel, *, names: Iterable[str] = ()) -> list[Difference]:
+    """Return where steps of a server, or those of `names`, could add up a row in two orders.
+
+    Steps for TPUs are traced and compiled, others are traced.
+    """
+    wanted = set(names)
+    steps = [program for program in programs_of(served, num_pages=NUM_PAGES) if program.shape is not None]
+    if unknown := wanted - {program.name for program in steps}:
+        known = ", ".join(program.name for program in steps)
+        raise ValueError(f"no step {min(unknown)}; known steps: {known}")
+    chosen = [program for program in steps if not wanted or program.name in wanted]
+    return compared({program.name: _sums_of_step(program, served.config.plan) for program in chosen})
+
+
+def _sums_of_step(program: Program, plan: ParallelPlan) -> list[RowSum]:
+    with jax.set_mesh(plan.mesh):
+        found = [*sums_of(traced(program))]
+    if platform_of(plan.mesh) != "tpu":
+        return found
+    compiled = read_program(optimized(lowered(program, plan), plan).as_text() or "")
+    return [*(each for each in found if each.in_kernel or each.operation != PRODUCT), *products_of(compiled)]
+
+
+def products_of(program: ProgramText) -> Iterator[RowSum]:
+    """Yield the products of a program that was compiled for TPUs by XLA."""
+    for execution in program.executions():
+        instruction = execution.instruction
+        parts = [part for part in program.fused(instruction) if part.opcode == "convolution"]
+        bounds, emitter = _WINDOW.search(instruction.attributes), _EMITTER.search(instruction.attributes)
+        for part in parts:
+            width = f"windows of {LANES * int(bounds[1])}" if bounds else "unknown windows"
+            order = f"{width}, {emitter[1] if emitter else 'unknown emitter'}"
+            yield RowSum(program.source_of(part) or part.op_name, "product of XLA", order)
+
+
+def traced(program: Program) -> core.Jaxpr:
+    """Return a program as jax traces it."""
+    return jax.make_jaxpr(program.run)(*program.arguments, **program.inputs).jaxpr
+
+
+def compared(sums: Mapping[str, Iterable[RowSum]]) -> list[Difference]:
+    """Return the lines whose sums differ between the programs, given by name."""
+    orders: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name, found in sums.items():
+        for each in found:
+            orders[each.line, each.operation][name].add(each.order)
+    return [
+        Difference(line, operation, _by_order(of_program, names=sums))
+        for (line, operation), of_program in sorted(orders.items())
+        if len({frozenset(of_program.get(name, ())) for name in sums}) > 1
+    ]
+
+
+def _by_order(of_program: Mapping[str, set[str]], *, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    by_order: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        for order in sorted(of_program.get(name, {""})):
+            by_order[order].append(name)
+    return {order: tuple(programs) for order, programs in by_order.items()}
+
+
+def sums_of(jaxpr: core.Jaxpr, *, in_kernel: bool = False, line: str = "") -> Iterator[RowSum]:
+    """Yield the sums of a program, with those of its loops, branches and kernels.
+
+    `line` is that of the call, if `jaxpr` is a compiled function of jax: it is traced once for all its calls.
+    """
+    for equation in jaxpr.eqns:
+        name, here = equation.primitive.name, line or _line_of(equation)
+        if name in PRODUCTS | SUMS | OVER_DEVICES and _has_orders(equation, here):
+            yield RowSum(here, name, _order_of(equation, in_kernel=in_kernel), in_kernel)
+        for inner in _inner(equation.params.values()):
+            of_call = here if name in CALLS else ""
+            yield from sums_of(inner, in_kernel=in_kernel or name == KERNEL, line=of_call)
+
+
+def _inner(values: Iterable[Any]) -> Iterator[core.Jaxpr]:
+    for value in values:
+        if isinstance(value, core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, core.Jaxpr):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _inner(value)
+
+
+def _operands(equation: core.JaxprEqn) -> list[Any]:
+    """Return shapes and dtypes."""
+    return [variable.aval for variable in equation.invars]
+
+
+def _has_orders(equation: core.JaxprEqn, line: str) -> bool:
+    """Return True if another order could give other bits: of more than two floating-point numbers."""
+    given, *_ = _operands(equation)
+    if not jnp.issubdtype(given.dtype, jnp.floating) or line.rpartition(" ")[2] in EXACT:
+        return False
+    axes = equation.params.get("axes", ()) if equation.primitive.name in SUMS else ()
+    return not axes or math.prod(given.shape[axis] for axis in axes) > 2
+
+
+def _line_of(equation: core.JaxprEqn) -> str:
+    """Return the innermost line in this package."""
+    found = equation.source_info.traceback
+    for frame in () if found is None else found.frames:
+        if PACKAGE in frame.file_name:
+            return f"{frame.file_name.rpartition(PACKAGE)[2]}:{frame.line_num} {frame.function_name}"
+    return "unknown line"
+
+
+def _order_of(equation: core.JaxprEqn, *, in_kernel: bool) -> str:
+    """Return what decides the order of a sum: the shapes of operands without the axes of a batch of products.
+
+    In kernels it is the sizes that are summed over.
+    """
+    operands = _operands(equation)
+    shapes = [operand.shape for operand in operands]
+    types = " x ".join(str(operand.dtype) for operand in operands)
+    axes = [range(len(shape)) for shape in shapes]
+    summed: list[Any] = axes
+    if equation.primitive.name == PRODUCT:
+        summed, batch = equation.params["dimension_numbers"]
+        axes = [[axis for axis in of if axis not in left_out] for of, left_out in zip(axes, batch, strict=True)]
+        types = f"{types} {equation.params['precision']}"
+    elif "axes" in equation.params and equation.primitive.name in SUMS:
+        summed = [equation.params["axes"]]
+    kept = summed if in_kernel else axes
+    sizes = ([shape[axis] for axis in of] for shape, of in zip(shapes, kept, strict=False))
+    return f"{' x '.join(str(tuple(each)) for each in sizes)} {types}"
