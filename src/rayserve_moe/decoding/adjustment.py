@@ -8,6 +8,7 @@ times the id was sampled. The work of a step therefore does not depend on sequen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,15 +72,11 @@ def adjust(
     the prompt or output. The frequency penalty is subtracted once per output of an id, the presence penalty once in
     total. Withheld ids get the lowest finite logit, which gives them probability 0.
     """
-    # A loop of 0 or 1 turns: unlike a branch, it copies nothing if it does nothing. It counts from 1 to tell estimates
-    # of a step that it usually has no turn (`tools.estimate.program_ops.trips_of`).
-    end = 1 + jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
 
     def change(turn: jax.Array, logits_SV: jax.Array) -> jax.Array:
-        # Adding `turn` keeps the work inside the loop: XLA hoists loop-invariant work, even out of a loop of 0 turns.
         return _adjust(state, rows_S + (turn - 1), penalties, part, drafted_SK, logits_SV)
 
-    return jax.lax.fori_loop(1, end, change, logits_SV)
+    return _if_any_adjusted(penalties, change, logits_SV)
 
 
 @jax.named_scope("row_update")
@@ -87,8 +84,26 @@ def record_samples(
     seen_RV: jax.Array, ids_S: jax.Array, *, rows_S: jax.Array, penalties: Penalties, part: VocabularyPart
 ) -> jax.Array:
     """Count the tokens that the rows have sampled, and return the updated history."""
-    counted_S = jnp.where(penalties.is_adjusted_S, rows_S, seen_RV.shape[0])
-    return seen_RV.at[counted_S, part.places(ids_S)].add(1, mode="drop")
+    counted_S, places_S = jnp.where(penalties.is_adjusted_S, rows_S, seen_RV.shape[0]), part.places(ids_S)
+
+    def count(turn: jax.Array, seen_RV: jax.Array) -> jax.Array:
+        return seen_RV.at[counted_S + (turn - 1), places_S].add(1, mode="drop")
+
+    # Outside this loop the scatter copies the whole history twice, even if it changes nothing.
+    return _if_any_adjusted(penalties, count, seen_RV)
+
+
+def _if_any_adjusted(
+    penalties: Penalties, change: Callable[[jax.Array, jax.Array], jax.Array], values: jax.Array
+) -> jax.Array:
+    """Return `change(1, values)` if a row has adjustments, else `values`.
+
+    `change` must use its first argument: XLA hoists loop-invariant work, even out of a loop of 0 turns.
+    """
+    # A loop of 0 or 1 turns: unlike a branch, it copies nothing if it does nothing. It counts from 1 to tell estimates
+    # of a step that it usually has no turn (`tools.estimate.program_ops.trips_of`).
+    end = 1 + jnp.any(penalties.is_adjusted_S).astype(jnp.int32)
+    return jax.lax.fori_loop(1, end, change, values)
 
 
 def record_known_tokens(
