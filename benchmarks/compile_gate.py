@@ -48,7 +48,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *("--programs", f"{DECODE}_adapters,prefill_1024_adapters,put_adapter"),
     ),
 }
-"""What else is served, with as many sequences."""
+"""Cases with another feature: the arguments of `compile-check`, with as many sequences as the cases of `MODELS`."""
 
 JOBS = 2
 """Programs at a time where only few layers are compiled; the times of whole ones are not to be disturbed."""

@@ -12,7 +12,7 @@ import numpy as np
 from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.data_rank import DataRank
-from rayserve_moe.scheduling.forks import cache_with_forks, fork_followers, release_followers
+from rayserve_moe.scheduling.forks import PromptPins, cache_with_forks, fork_followers, release_followers
 from rayserve_moe.scheduling.page_events import PageEvents, WeightsNamed
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit, queue_by_priority
@@ -72,6 +72,7 @@ class Scheduler:
         for rank in self.ranks:
             rank.tree.max_protected = int(limits.protected_share * rank.allocator.num_usable)
         self.open_ranks, self.waiting = self.ranks, deque[Sequence]()
+        self._pins = PromptPins(self.ranks)
         self.held: list[Sequence] = []
         self.captures_all = False
         """True if every step captures routing, for sequences that find its pages cached later."""
@@ -106,6 +107,8 @@ class Scheduler:
             sequence.cache.owner = request.session if self._limits.evicts_by_session else None
             sequence.evidence.probe = probe
             record_weights(sequence, self.weight_version)
+        if self._limits.protected_share:
+            self._pins.add(choices)
         queue_by_priority(self.waiting, leader)
 
     def schedule(self, *, draft: Draft | None = None) -> Schedule:
@@ -127,6 +130,8 @@ class Scheduler:
         max_drafts = 0 if draft is None else add_decoding(steps, draft, limits=limits)
         for step in steps:
             step.add_state_values()
+            for sequence in step.new_sequences:
+                self._pins.start(sequence)
         schedule = build_schedule(
             self._next_step_id, steps, table=self.table, captures_all=self.captures_all, max_drafts=max_drafts
         )
@@ -159,8 +164,6 @@ class Scheduler:
             if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
             if sequence.group.followers:
-                if row not in failed:
-                    self._protect_prompt(sequence)
                 release_followers(sequence, self.waiting)
         owned = [(sequence, reason) for row, reason in endings if (sequence := self.table.sequences[row])]
         for sequence, reason in owned:
@@ -176,7 +179,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.held:
             self.held.remove(sequence)
-        self._unprotect_prompt(sequence)
+        self._pins.start(sequence)
         if sequence.group.followers:
             release_followers(sequence, self.waiting)
 
@@ -208,6 +211,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that rows and pages agree with an independent count. Call between steps."""
+        self._pins.check_integrity()
         for rank in self.ranks:
             rank.check_integrity()
         owners = [id(sequence) for sequence in self.table.sequences if sequence is not None]
@@ -238,7 +242,6 @@ class Scheduler:
                 for passed_over in list(self.waiting)[:place]:
                     passed_over.queue.num_passed_over += 1
                 self.waiting.remove(sequence)
-                self._unprotect_prompt(sequence)
                 return True
             if step.is_full and step.rank.num_cached(sequence):
                 return False
@@ -256,6 +259,7 @@ class Scheduler:
                 cache_with_forks(rank, sequence, num_tokens=num_known)
             else:
                 rank.cache_computed(sequence, num_known)
+        self._pins.pin(sequence)
         rank.release_pages(sequence)
 
     def _apply_retention(self, sequence: Sequence) -> None:
@@ -267,23 +271,6 @@ class Scheduler:
             tree.protect(cache.namespace, token_ids, seconds=seconds)
         if retention.ends_session and cache.owner is not None:
             finish_session(self, cache.owner)
-
-    def _protect_prompt(self, leader: Sequence) -> None:
-        """Protect the cached prompt of a request whose other choices have no row yet."""
-        if self._limits.protected_share:
-            tree, seconds = self.ranks[leader.data_rank].tree, self._limits.max_protected_s
-            prompt_ids = leader.request.prompt_ids
-            leader.group.protected_until = tree.protect(leader.cache.namespace, prompt_ids, seconds=seconds)
-
-    def _unprotect_prompt(self, choice: Sequence) -> None:
-        """End the protection of a prompt once all choices of the request have started."""
-        leader = choice.group.choices[0]
-        until = leader.group.protected_until
-        if until and all(each.row != NO_ROW or each.finish for each in leader.group.choices):
-            leader.group.protected_until = 0.0
-            cache, tree = leader.cache, self.ranks[leader.data_rank].tree
-            prompt = tree.match(cache.namespace, leader.request.prompt_ids, owner=cache.owner)
-            tree.order.unprotect(prompt, until=until)
 
     def _takes_adapter(self, sequence: Sequence, rank: DataRank) -> bool:
         """Return True if steps of a rank have a place for the adapter of a sequence beside those that run."""
