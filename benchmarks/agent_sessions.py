@@ -4,15 +4,15 @@
         [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
 Simulated time, as in `benchmarks.fleet_simulation`, on one replica. All sessions begin within 30 s. A tool runs for 4 s
-between two turns. `arrival` admits waiting requests in order of arrival; `cached` is the product's order. The last two
-rows of a load have a third of the pages.
+between two turns. `arrival` admits requests in order of arrival, and none while an earlier one has to wait; `cached` is
+the product's order. The last two rows of a load have a third of the pages.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,27 +29,32 @@ from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.slices import SliceReplica, slice_replica
 from benchmarks.simulation.workloads import SHAPES, Conversation, Span, conversation_at
 from rayserve_moe.scheduling import scheduler
-from rayserve_moe.scheduling.sequence import Sequence as Waiting
+from rayserve_moe.scheduling.rank_step import RankStep
+from rayserve_moe.scheduling.scheduler import Scheduler
 
 BEGIN_S, TOOL_S = 30.0, 4.0
 TTFT_S, TPOT_S = 2.0, 0.05
 """Bounds of a good request."""
 
 
-def by_arrival(waiting: Sequence[Waiting], *, cached_tokens: Callable[[Waiting], int]) -> int:
-    """Return the index of the sequence that came first."""
-    del waiting, cached_tokens
-    return 0
+ORDERS = ("arrival", "cached")
 
 
-ORDERS = {"arrival": by_arrival, "cached": None}
-"""Functions that replace the scheduler's choice of the next sequence; None keeps it."""
+@contextmanager
+def ordered(order: str) -> Iterator[None]:
+    """Have schedulers admit in this order."""
+    if order == "cached":
+        yield
+        return
+    admit_next = Scheduler._admit_next
 
+    def first_come(self: Scheduler, steps: list[RankStep], closed: set[int]) -> bool:
+        """Admit the sequence that came first; return False if it has to wait."""
+        return admit_next(self, steps, closed) and not closed
 
-def ordered(order: str) -> AbstractContextManager[Any]:
-    """Return a context in which schedulers admit in this order."""
-    choose = ORDERS[order]
-    return nullcontext() if choose is None else patch.object(scheduler, "next_to_admit", choose)
+    by_arrival = patch.object(scheduler, "next_to_admit", lambda waiting, cached_tokens: 0)
+    with by_arrival, patch.object(Scheduler, "_admit_next", first_come):
+        yield
 
 
 @dataclass(frozen=True)

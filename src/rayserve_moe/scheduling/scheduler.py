@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -125,7 +126,8 @@ class Scheduler:
             for step in steps if not (self.waiting and self.waiting[0].queue.num_to_recompute) else ():
                 if step.has_followers:
                     fork_followers(step, page_size=limits.page_size)
-            while self._admit_next(steps):
+            closed = set[int]()
+            while self._admit_next(steps, closed):
                 pass
         max_drafts = 0 if draft is None else add_decoding(steps, draft, limits=limits)
         for step in steps:
@@ -219,33 +221,54 @@ class Scheduler:
         for sequence in (*self.waiting, *self.held):
             assert sequence.row == NO_ROW and len(sequence.pages) == 0, "a waiting sequence has a row or pages"
 
-    def _admit_next(self, steps: list[RankStep]) -> bool:
-        """Admit a waiting sequence to the rank with most of it cached; return False if none fits.
+    def _admit_next(self, steps: list[RankStep], closed: set[int]) -> bool:
+        """Admit a waiting sequence to the rank that computes its prompt first; return False if none may be admitted.
 
-        A sequence waits a step for that rank rather than being recomputed on another.
+        If that rank cannot take it in this step, it waits rather than being recomputed on another. The rank is added to
+        `closed`, and other sequences of the same priority may still be admitted to the other ranks.
         """
-        open_steps = [step for step in steps if step.rank.free_rows]
-        if not open_steps or not self.waiting:
+        steps = [step for step in steps if step.rank.free_rows]
+        waiting = self._waiting_for_others(closed) if closed else self.waiting
+        if not waiting or all(step.rank.index in closed for step in steps):
             return False
-
-        def cached_tokens(sequence: Sequence) -> int:
-            ranks = [step.rank for step in open_steps if self._takes_adapter(sequence, step.rank)]
-            return max((rank.num_cached(sequence) for rank in ranks), default=-1)
-
-        place = next_to_admit(self.waiting, cached_tokens=cached_tokens)
-        sequence = self.waiting[place]
-        taking = [step for step in open_steps if self._takes_adapter(sequence, step.rank)]
-        for step in sorted(taking, key=lambda s: (-s.rank.num_cached(sequence), len(s.rank.running))):
+        place = next_to_admit(waiting, cached_tokens=lambda each: self._rank_steps(each, steps)[0])
+        sequence = waiting[place]
+        _, ranked = self._rank_steps(sequence, steps)
+        if not ranked:
+            return False
+        first = ranked[0].rank.index
+        for step in () if first in closed else (step for step in ranked if step.rank.index not in closed):
             if step.admit(sequence):
                 if step.has_followers:
                     fork_followers(step, page_size=self._limits.page_size)
-                for passed_over in list(self.waiting)[:place]:
+                for passed_over in islice(waiting, place):
                     passed_over.queue.num_passed_over += 1
                 self.waiting.remove(sequence)
                 return True
-            if step.is_full and step.rank.num_cached(sequence):
-                return False
-        return False
+            if step.is_full:
+                break
+        closed.add(first)
+        return True
+
+    def _waiting_for_others(self, closed: set[int]) -> list[Sequence]:
+        """Return the waiting sequences with the priority of the front, without those that wait for a closed rank."""
+        priority = self.waiting[0].request.priority if self.waiting else 0
+        equals = takewhile(lambda sequence: sequence.request.priority == priority, self.waiting)
+        return [sequence for sequence in equals if sequence.queue.awaited_rank not in closed]
+
+    def _rank_steps(self, sequence: Sequence, steps: list[RankStep]) -> tuple[int, list[RankStep]]:
+        """Return the steps that may take a sequence, by the tokens that their ranks compute until its prompt is done.
+
+        Before them stands the number of its tokens that the first has cached, or -1 if there is none.
+        """
+        num_cached = {
+            step: step.rank.num_cached(sequence) for step in steps if self._takes_adapter(sequence, step.rank)
+        }
+        ranked = sorted(num_cached, key=lambda step: (step.backlog - num_cached[step], len(step.rank.running)))
+        if not ranked:
+            return -1, []
+        sequence.queue.awaited_rank = ranked[0].rank.index
+        return num_cached[ranked[0]], ranked
 
     def _give_up_pages(self, sequence: Sequence) -> None:
         """Release the pages of a sequence without a row, and cache its computed tokens, including submitted steps.

@@ -119,6 +119,8 @@ class QueueState:
     """Positions that were computed before a preemption."""
     num_cached: int | None = None
     """Cached tokens when they were last matched; None before."""
+    awaited_rank: int | None = None
+    """Rank that would compute its prompt first when it was last matched; None before."""
 
 
 @dataclass(slots=True)
