@@ -1,18 +1,18 @@
 """Agents' sessions below and above saturation: times of sessions and first tokens, by order of admission.
 
-    python -m benchmarks.agent_sessions [--loads agents,subagents,rollouts] [--model qwen3-30b-a3b]
+    python -m benchmarks.agent_sessions [--loads agents,subagents,rollouts] [--seed 0] [--model qwen3-30b-a3b]
         [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
-Simulated time, as in `benchmarks.fleet_simulation`, on one replica. All sessions begin within 30 s, and tools take 4 s
-between two turns. `arrival` admits waiting requests in order of arrival; `cached` is the product's order. The last rows
-of a load have a third of the pages.
+Simulated time, as in `benchmarks.fleet_simulation`, on one replica. All sessions begin within 30 s. A tool runs for 4 s
+between two turns. `arrival` admits requests in order of arrival, and none while an earlier one has to wait; `cached` is
+the product's order. The last two rows of a load have a third of the pages.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,39 +26,45 @@ from benchmarks.fleet_simulation import LIMITS
 from benchmarks.fleet_table import agent_sessions
 from benchmarks.simulation.fleet import Seen, simulate
 from benchmarks.simulation.replica import SimulatedReplica
-from benchmarks.simulation.slices import slice_replica
+from benchmarks.simulation.slices import SliceReplica, slice_replica
 from benchmarks.simulation.workloads import SHAPES, Conversation, Span, conversation_at
 from rayserve_moe.scheduling import scheduler
-from rayserve_moe.scheduling.sequence import Sequence as Waiting
+from rayserve_moe.scheduling.rank_step import RankStep
+from rayserve_moe.scheduling.scheduler import Scheduler
 
 BEGIN_S, TOOL_S = 30.0, 4.0
 TTFT_S, TPOT_S = 2.0, 0.05
 """Bounds of a good request."""
 
 
-def by_arrival(waiting: Sequence[Waiting], *, cached_tokens: Callable[[Waiting], int]) -> int:
-    """Return the place of the sequence that came first."""
-    del waiting, cached_tokens
-    return 0
+ORDERS = ("arrival", "cached")
 
 
-ORDERS = {"arrival": by_arrival, "cached": None}
+@contextmanager
+def ordered(order: str) -> Iterator[None]:
+    """Have schedulers admit in this order."""
+    if order == "cached":
+        yield
+        return
+    admit_next = Scheduler._admit_next
 
+    def first_come(self: Scheduler, steps: list[RankStep], closed: set[int]) -> bool:
+        """Admit the sequence that came first; return False if it has to wait."""
+        return admit_next(self, steps, closed) and not closed
 
-def ordered(order: str) -> AbstractContextManager[Any]:
-    """Admit in an order inside the context."""
-    choose = ORDERS[order]
-    return nullcontext() if choose is None else patch.object(scheduler, "next_to_admit", choose)
+    by_arrival = patch.object(scheduler, "next_to_admit", lambda waiting, cached_tokens: 0)
+    with by_arrival, patch.object(Scheduler, "_admit_next", first_come):
+        yield
 
 
 @dataclass(frozen=True)
 class Load:
-    """A kind of session, each of turns like those of Mooncake's trace of agents."""
+    """A kind of session, with turns as in Mooncake's trace of agents."""
 
     counts: tuple[int, ...]
-    """Sessions that have 0.3, 1 and 3.3 times the tokens of the pool."""
+    """Sessions whose tokens are 0.3, 1 and 3.3 times those of the pool."""
     caller_share: float = 0.0
-    """Share of sessions that call subagents in a turn, which waits for all of them."""
+    """Share of sessions with a turn that calls subagents and waits for all of them."""
     group: int = 1
     """Sessions that begin together with the same prompt."""
 
@@ -68,11 +74,11 @@ LOADS = {
     "subagents": Load((17, 52, 172), caller_share=0.44),
     "rollouts": Load((24, 72, 256), group=8),
 }
-"""`subagents` are called in 44 % of sessions, as vLLM publishes of its load AgentX; `rollouts` are groups of eight."""
+"""44 % of sessions call subagents, as in vLLM's published load AgentX. Rollouts come in groups of eight."""
 TURNS = 20.0
-"""Mean of the geometric number of a session's turns, before sessions are cut at the context."""
+"""Mean of the geometric number of turns, before sessions are cut at the maximum context."""
 CALLED, CALLED_TURNS = 2, 5.0
-"""Subagents of a call, and their turns in the mean (assumed)."""
+"""Subagents of a call, and the mean number of their turns (assumed)."""
 
 
 def sessions(load: Load, count: int, *, seed: int) -> Iterator[Conversation]:
@@ -94,13 +100,18 @@ def sessions(load: Load, count: int, *, seed: int) -> Iterator[Conversation]:
         yield Conversation(at, tuple(turns))
 
 
-def figures(seen: Seen, *, roots: Sequence[Conversation]) -> dict[str, float]:
-    """Return times of sessions, from their first request to their last token, and of requests, and rates."""
+def session_seconds(seen: Seen, *, roots: Sequence[Conversation]) -> np.ndarray:
+    """Return the seconds of each session, from its first request to its last token, float64 [len(roots)]."""
     spans: dict[int, tuple[float, float]] = {}
     for asked in seen.asked:
         began, ended = spans.get(id(asked.conversation), (asked.arrived_at, asked.last_at))
         spans[id(asked.conversation)] = min(began, asked.arrived_at), max(ended, asked.last_at)
-    session_s = np.array([spans[id(one)][1] - spans[id(one)][0] for one in roots])
+    return np.array([spans[id(one)][1] - spans[id(one)][0] for one in roots])
+
+
+def figures(seen: Seen, *, roots: Sequence[Conversation]) -> dict[str, float]:
+    """Return times of sessions and of requests, rates, and the share of prompt tokens found cached."""
+    session_s = session_seconds(seen, roots=roots)
     shown = ("goodput_s", "ttft_p50_s", "ttft_p99_s", "tokens_s", "hits")
     of_requests = seen.figures(ttft_s=TTFT_S, tpot_s=TPOT_S)
     return {
@@ -111,10 +122,8 @@ def figures(seen: Seen, *, roots: Sequence[Conversation]) -> dict[str, float]:
     }
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Simulate every order on every load, all with the same sessions."""
-    sizes = {"page_size": LIMITS.page_size, "longest": LIMITS.max_tokens - 1}
-    found = slice_replica(arguments.model, arguments.topology, num_data_ranks=arguments.data_ranks, **sizes)
+def run(arguments: argparse.Namespace, found: SliceReplica) -> dict[str, Any]:
+    """Simulate both orders on every load, with the same sessions."""
     rows = []
     for name in arguments.loads:
         counts = LOADS[name].counts
@@ -130,23 +139,40 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 given = {"load": name, "sessions": count, "over_pool": over_pool, "order": order}
                 rows.append({**given, **figures(seen, roots=roots)})
                 note(f"{count} {name}, {order}: {rows[-1]['session_mean_s']:.0f} s each")
-    return {"replica": f"{arguments.model} on {arguments.topology}", "rows": rows}
+    return {"rows": rows}
+
+
+def measure_on_slice(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace, SliceReplica], dict[str, Any]],
+    *,
+    name: str,
+    machine: str,
+    table: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """Parse the command line, measure on a simulated replica, write the result file, print its table.
+
+    `name` and `machine` are the keys of the result and of the machine in the file.
+    """
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--topology", default="v6e:2x4")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
+    arguments = parser.parse_args()
+    load_before = load_before_start()
+    sizes = {"page_size": LIMITS.page_size, "longest": LIMITS.max_tokens - 1}
+    found = slice_replica(arguments.model, arguments.topology, num_data_ranks=arguments.data_ranks, **sizes)
+    measured = {"replica": f"{arguments.model} on {arguments.topology}", **measure(arguments, found)}
+    save({machine: machine_facts(load_before), name: measured}, arguments.out)
+    print(table(measured))
 
 
 def main() -> None:
-    """Simulate, write the result file, print its table."""
+    """Measure orders of admission."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loads", type=lambda text: text.split(","), default=list(LOADS))
-    parser.add_argument("--model", default="qwen3-30b-a3b")
-    parser.add_argument("--topology", default="v6e:2x4")
     parser.add_argument("--data-ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "agent_sessions.json")
-    arguments = parser.parse_args()
-    load_before = load_before_start()
-    measured = run(arguments)
-    save({"sessions_machine": machine_facts(load_before), "agent_sessions": measured}, arguments.out)
-    print(agent_sessions(measured))
+    measure_on_slice(parser, run, name="agent_sessions", machine="sessions_machine", table=agent_sessions)
 
 
 if __name__ == "__main__":

@@ -125,15 +125,16 @@ def agent_sessions(measured: Mapping[str, Any]) -> str:
 
 def session_hints(measured: Mapping[str, Any]) -> str:
     """Render hints about sessions by number of sessions."""
-    heading = ("sessions", "live / pool", "hints", "session, s", "TTFT p50, s", "TTFT p99", "cached")
+    heading = ("sessions", "live / pool", "hints", "session, s", "good/s", "TTFT p50, s", "p99", "cached")
     rows = [
         (
             f"{row['sessions']:,}",
             f"{row['over_pool']:.1f}",
             row["hints"],
             f"{row['session_mean_s']:.1f}",
+            f"{row['goodput_s']:.2f}",
             f"{row['ttft_p50_s']:.2f}",
-            f"{row['ttft_p99_s']:.1f}",
+            f"{row['ttft_p99_s']:.2f}",
             f"{row['hits']:.1%}",
         )
         for row in measured["rows"]
@@ -193,3 +194,32 @@ def fleet_overload(found: Mapping[str, Any]) -> str:
     title = f"{found['num_replicas']} replicas, {found['factor']:g} times the peak for {found['seconds']:.0f} s"
     memory = markdown_table(("memory", "start, MiB", "end, MiB", "MiB per minute in the second half"), resident)
     return f"**{title}**\n\n{markdown_table(('', 'measured'), rows)}\n\n{memory}"
+
+
+def served_sessions(measured: Mapping[str, Any]) -> str:
+    """Render each side's medians, and ratios to the first side in the same repeat."""
+    by_side: dict[str, list[Mapping[str, Any]]] = {}
+    for row in measured["rows"]:
+        by_side.setdefault(row["side"], []).append(row)
+    first = next(iter(by_side.values()))
+
+    def against_first(runs: Sequence[Mapping[str, Any]], key: str) -> str:
+        ratios = [run[key] / base[key] for run, base in zip(runs, first, strict=True)]
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+    heading = ("side", "session, s", "/ first", "TTFT p99, s", "/ first", "tokens/s / first", "cached", "equal prompts")
+    rows = [
+        (
+            side,
+            f"{statistics.median(run['session_mean_s'] for run in runs):.1f}",
+            against_first(runs, "session_mean_s"),
+            f"{statistics.median(run['ttft_p99_s'] for run in runs):.1f}",
+            against_first(runs, "ttft_p99_s"),
+            against_first(runs, "tokens_s"),
+            f"{statistics.median(run['hits'] for run in runs):.1%}",
+            f"{min(run['equal'] for run in runs):.1%}",
+        )
+        for side, runs in by_side.items()
+    ]
+    title = f"{measured['sessions']} sessions, {measured['over_pool']:g} times the tokens of the pool"
+    return f"**{title}**\n\n{markdown_table(heading, rows)}"

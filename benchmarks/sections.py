@@ -35,6 +35,7 @@ from benchmarks.fleet_table import (
     fleet_simulation,
     fleet_validation,
     router_time,
+    served_sessions,
     session_hints,
 )
 from benchmarks.gate_table import compile_gate
@@ -321,6 +322,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "fleet_routing": fleet_routing,
     "agent_sessions": agent_sessions,
     "session_hints": session_hints,
+    "served_sessions": served_sessions,
     "fleet_simulation": fleet_simulation,
     "fleet_validation": fleet_validation,
     "router_time": router_time,

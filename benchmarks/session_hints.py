@@ -1,15 +1,15 @@
-"""Hints about sessions by the pressure on the pool: times of sessions and first tokens, and tokens found cached.
+"""Hints about sessions, by the pressure on the pool: goodput, times of sessions and first tokens, cached tokens.
 
     python -m benchmarks.session_hints [--sessions 6,20] [--hints none,final,ttl:0.5:30]
         [--seeds 2] [--edits 0.1] [--others 4] [--pool-share 0.1] [--out FILE.json]
 
 Simulated time, as in `benchmarks.fleet_simulation`, on one replica with a share of the pages that fit. Sessions begin
-within 120 s; their turns follow the shape `agents`, after Mooncake's trace, with 10 turns in the mean and tools that
-take 4 s. `--edits` of the turns leave out a random number of the last tokens of the history. Beside them, `--others`
-chats of one turn come each second, without hints. Figures are of the sessions, over all seeds.
+within 120 s. Their turns have the shape `agents`, after Mooncake's trace, with a mean of 10 turns and tools that run
+for 4 s. A share `--edits` of the turns leaves out a random number of the last tokens of the history. In addition,
+`--others` chats of one turn come per second, without hints. All figures are of the sessions, means over the seeds.
 
-`names` of sessions order superseded branches; `final` turns end sessions as well; `ttl` asks on every turn for 300 s.
-After a colon follow the share of the pool that may be protected, and the seconds that a protection may last.
+`names` names the session on every turn, so that superseded branches go first. `final` also marks the last turn. `ttl`
+asks on every turn for 300 s. After a colon follow the share of the pool that may be protected, and the maximum seconds.
 """
 
 from __future__ import annotations
@@ -20,36 +20,21 @@ from dataclasses import replace
 from functools import partial
 from heapq import merge
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
+from benchmarks.agent_sessions import figures, measure_on_slice, session_seconds
+from benchmarks.conditions import note
 from benchmarks.fleet_simulation import LIMITS
 from benchmarks.fleet_table import session_hints
-from benchmarks.simulation.fleet import Asked, Seen, simulate
+from benchmarks.simulation.fleet import Seen, simulate
 from benchmarks.simulation.replica import SessionHints, SimulatedReplica
-from benchmarks.simulation.slices import slice_replica
+from benchmarks.simulation.slices import SliceReplica
 from benchmarks.simulation.workloads import SHAPES, Conversation, conversation_at, drawn
 
 BEGIN_S, TTL_S = 120.0, 300.0
 AGENTS = replace(SHAPES["agents"], turns=10.0, gap_s=4.0)
-
-
-class Outcome(NamedTuple):
-    """Figures of the requests of all sessions, an entry each."""
-
-    session_s: np.ndarray
-    """Seconds of a session, from its first request to its last token."""
-    wait_s: np.ndarray
-    """Seconds of a request to its first token."""
-    num_given: np.ndarray
-    """Prompt tokens of a request."""
-    num_cached: np.ndarray
-    """Prompt tokens of a request that were cached."""
-    live_share: float
-    """Tokens of sessions that have begun and not ended, over those of the pool, in the mean."""
 
 
 def agents(count: int, *, edits: float, seed: int) -> Iterator[Conversation]:
@@ -60,7 +45,7 @@ def agents(count: int, *, edits: float, seed: int) -> Iterator[Conversation]:
 
 
 def edited(conversation: Conversation, *, probability: float, draw: np.random.Generator) -> Conversation:
-    """Return a session in which some turns leave out the end of the history, but not its first prompt."""
+    """Return a session in which some turns leave out the end of the history, but keep its first prompt."""
     turns, length = list(conversation.turns), 0
     for place, (turn, following) in enumerate(pairwise(conversation.turns)):
         length += turn.num_answer + (turn.num_tokens if place else 0)
@@ -71,14 +56,14 @@ def edited(conversation: Conversation, *, probability: float, draw: np.random.Ge
 
 
 def others(rate: float, *, seed: int) -> Iterator[Conversation]:
-    """Yield chats without hints by start time."""
+    """Yield chats without hints by start time, `rate` per second."""
     if rate:
         for one in drawn(SHAPES["chat"], rate=rate, num_requests=round(rate * BEGIN_S), seed=seed):
             yield replace(one, sends_hints=False)
 
 
 def hints_of(text: str) -> tuple[SessionHints, float, float]:
-    """Return the hints of a name such as `ttl+final:0.5:30`, the share that may be protected, and for how long.
+    """Return the hints of a name such as `ttl+final:0.5:30`, the share that may be protected, and the maximum seconds.
 
     Raises: ValueError for another name.
     """
@@ -90,68 +75,51 @@ def hints_of(text: str) -> tuple[SessionHints, float, float]:
     return SessionHints(bool(asked & {"names", "final"}), "final" in asked, ttl_s), float(share), float(seconds)
 
 
-def outcome_of(seen: Seen, *, num_pool_tokens: int) -> Outcome:
-    """Return the figures of the sessions."""
-    sessions: dict[int, list[Asked]] = {}
-    for asked in seen.asked:
-        if asked.conversation.sends_hints:
-            sessions.setdefault(id(asked.conversation), []).append(asked)
-    session_s = [
-        max(one.last_at for one in turns) - min(one.arrived_at for one in turns) for turns in sessions.values()
-    ]
-    sizes = [max(one.num_given for one in turns) for turns in sessions.values()]
-    every = [one for turns in sessions.values() for one in turns]
-    return Outcome(
-        np.array(session_s),
-        np.array([one.first_at - one.arrived_at for one in every]),
-        np.array([one.num_given for one in every]),
-        np.array([one.num_cached for one in every]),
-        float(np.dot(session_s, sizes)) / seen.ended_at / num_pool_tokens,
-    )
+def figures_of_sessions(seen: Seen, *, num_pool_tokens: int) -> dict[str, float]:
+    """Return the figures of the sessions alone, and the mean of their live tokens over those of the pool.
+
+    A session is live from its first request to its last token, with the tokens of its longest prompt.
+    """
+    alone = replace(seen, asked=[asked for asked in seen.asked if asked.conversation.sends_hints])
+    roots = list({id(asked.conversation): asked.conversation for asked in alone.asked}.values())
+    sizes = dict.fromkeys(map(id, roots), 0)
+    for asked in alone.asked:
+        sizes[id(asked.conversation)] = max(sizes[id(asked.conversation)], asked.num_given)
+    num_live = np.dot(session_seconds(alone, roots=roots), list(sizes.values())) / seen.ended_at
+    return {"over_pool": float(num_live) / num_pool_tokens, **figures(alone, roots=roots)}
 
 
-def figures(outcomes: list[Outcome]) -> dict[str, float]:
-    """Return the figures of several seeds together."""
-    session_s, wait_s, given, cached = (np.concatenate(each) for each in list(zip(*outcomes, strict=True))[:4])
-    return {
-        "over_pool": float(np.mean([each.live_share for each in outcomes])),
-        "session_mean_s": float(session_s.mean()),
-        "ttft_p50_s": float(np.quantile(wait_s, 0.5)),
-        "ttft_p99_s": float(np.quantile(wait_s, 0.99)),
-        "hits": float(cached.sum() / given.sum()),
-    }
-
-
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, found: SliceReplica) -> dict[str, Any]:
     """Simulate all hints at every number of sessions, with the same sessions for each."""
-    sizes = {"page_size": LIMITS.page_size, "longest": LIMITS.max_tokens - 1}
-    found = slice_replica(arguments.model, arguments.topology, num_data_ranks=1, **sizes)
     num_pages = int(found.num_pages * arguments.pool_share)
-    limits = replace(LIMITS, num_pages=num_pages)
     rows = []
     for count in arguments.sessions:
         for name in arguments.hints:
             hints, share, max_s = hints_of(name)
-            make = partial(
-                SimulatedReplica,
-                replace(limits, evicts_by_session=hints.names, protected_share=share, max_protected_s=max_s),
-                found.steps,
-                hints=hints,
+            limits = replace(
+                LIMITS,
+                num_pages=num_pages,
+                evicts_by_session=hints.names,
+                protected_share=share,
+                max_protected_s=max_s,
             )
-            outcomes = []
+            of_seeds = []
             for seed in range(arguments.seeds):
                 sessions = agents(count, edits=arguments.edits, seed=seed)
                 asked = merge(sessions, others(arguments.others, seed=seed), key=lambda one: one.starts_at)
-                seen = simulate("round robin", make, asked, num_replicas=1, request_s=found.steps.request_s, seed=seed)
-                outcomes.append(outcome_of(seen, num_pool_tokens=num_pages * LIMITS.page_size))
-            rows.append({"sessions": count, "hints": name, **figures(outcomes)})
-            note(f"{count} sessions, {name}: {rows[-1]}")
-    scene = {"edits": arguments.edits, "others": arguments.others, "seeds": arguments.seeds, "num_pages": num_pages}
-    return {"replica": f"{arguments.model} on {arguments.topology}", **scene, "rows": rows}
+                how = {"num_replicas": 1, "request_s": found.steps.request_s, "seed": seed}
+                make = partial(SimulatedReplica, limits, found.steps, hints=hints)
+                seen = simulate("round robin", make, asked, **how)
+                of_seeds.append(figures_of_sessions(seen, num_pool_tokens=num_pages * LIMITS.page_size))
+            means = {key: float(np.mean([each[key] for each in of_seeds])) for key in of_seeds[0]}
+            rows.append({"sessions": count, "hints": name, **means})
+            note(f"{count} sessions, {name}: {means}")
+    scene = {"edits": arguments.edits, "others": arguments.others, "seeds": arguments.seeds}
+    return {**scene, "num_pages": num_pages, "rows": rows}
 
 
 def main() -> None:
-    """Simulate, write the result file, print its table."""
+    """Measure hints about sessions."""
 
     def names(text: str) -> list[str]:
         return text.split(",")
@@ -163,14 +131,8 @@ def main() -> None:
     parser.add_argument("--edits", type=float, default=0.1, help="share of turns that edit the history")
     parser.add_argument("--others", type=float, default=4.0, help="chats of one turn per second, without hints")
     parser.add_argument("--pool-share", type=float, default=0.1, help="of the pages that fit")
-    parser.add_argument("--model", default="qwen3-30b-a3b")
-    parser.add_argument("--topology", default="v6e:2x4")
-    parser.add_argument("--out", type=Path, default=RESULTS / "session_hints.json")
-    arguments = parser.parse_args()
-    load_before = load_before_start()
-    measured = run(arguments)
-    save({"hints_machine": machine_facts(load_before), "session_hints": measured}, arguments.out)
-    print(session_hints(measured))
+    parser.set_defaults(data_ranks=1)
+    measure_on_slice(parser, run, name="session_hints", machine="hints_machine", table=session_hints)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from benchmarks.simulation.fleet import Asked, Seen
+from benchmarks.simulation.replica import NO_HINTS, SessionHints
 from benchmarks.simulation.workloads import Conversation, token_ids
 from benchmarks.stream_client import EVENT, events_of
 
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 FIRST_ID = 16
 """Ids below may be special."""
 
@@ -31,9 +34,16 @@ class Answer:
     gaps: list[float] = field(default_factory=list)
 
 
-async def stream(address: tuple[str, int], prompt: Sequence[int], *, num_answer: int) -> Answer:
+async def stream(
+    address: tuple[str, int],
+    prompt: Sequence[int],
+    *,
+    num_answer: int,
+    headers: Mapping[str, str] = NO_FIELDS,
+    fields: Mapping[str, Any] = NO_FIELDS,
+) -> Answer:
     """Stream one greedy answer of just so many tokens; RuntimeError for an error, or another number."""
-    request = _request(address[0], prompt, num_answer)
+    request = _request(address[0], prompt, num_answer, headers=headers, fields=fields)
     reader, writer = await asyncio.open_connection(*address)
     answer = Answer()
     try:
@@ -47,7 +57,9 @@ async def stream(address: tuple[str, int], prompt: Sequence[int], *, num_answer:
     return answer
 
 
-def _request(host: str, prompt: Sequence[int], num_answer: int) -> bytes:
+def _request(
+    host: str, prompt: Sequence[int], num_answer: int, *, headers: Mapping[str, str], fields: Mapping[str, Any]
+) -> bytes:
     body: dict[str, Any] = {
         "prompt": list(prompt),
         "max_tokens": num_answer,
@@ -56,11 +68,13 @@ def _request(host: str, prompt: Sequence[int], num_answer: int) -> bytes:
         "stream": True,
         "return_token_ids": True,
         "stream_options": {"include_usage": True},
+        **fields,
     }
     encoded = json.dumps(body).encode()
+    added = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(encoded)}\r\n\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(encoded)}\r\n{added}\r\n"
     )
     return head.encode() + encoded
 
@@ -83,9 +97,14 @@ def _take(answer: Answer, event: bytes, *, now: float) -> None:
 
 
 async def play(
-    address: tuple[str, int], conversations: Sequence[Conversation], *, vocab_size: int, num_replicas: int
+    address: tuple[str, int],
+    conversations: Sequence[Conversation],
+    *,
+    vocab_size: int,
+    num_replicas: int,
+    hints: SessionHints = NO_HINTS,
 ) -> Seen:
-    """Play all conversations at their times."""
+    """Play all conversations at their times, with hints about their sessions."""
     seen, began = Seen(num_replicas=num_replicas), time.perf_counter()
 
     async def converse(conversation: Conversation) -> None:
@@ -95,9 +114,10 @@ async def play(
             if place:
                 await asyncio.sleep(turn.gap_s)
             history += plain_ids(token_ids(turn.spans), vocab_size)
-            asked = Asked(conversation, place, np.zeros(0, np.int32), time.perf_counter() - began)
+            asked = Asked(conversation, place, np.array(history, np.int32), time.perf_counter() - began)
             asked.num_given = len(history)
-            answer = await stream(address, history, num_answer=turn.num_answer)
+            headers, fields = hinted(conversation, place, hints=hints)
+            answer = await stream(address, history, num_answer=turn.num_answer, headers=headers, fields=fields)
             asked.first_at, asked.last_at = answer.first_at - began, answer.last_at - began
             asked.num_cached = answer.num_cached
             seen.asked.append(asked)
@@ -112,3 +132,13 @@ async def play(
 def plain_ids(ids: np.ndarray, vocab_size: int) -> list[int]:
     """Return the same ids within a vocabulary, none of them special."""
     return (FIRST_ID + ids % (vocab_size - FIRST_ID)).tolist()
+
+
+def hinted(conversation: Conversation, turn: int, *, hints: SessionHints) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the headers and body fields with which a turn sends hints."""
+    is_last = turn == len(conversation.turns) - 1
+    headers = {"X-Session-Id": str(id(conversation))} if hints.names else {}
+    if hints.final and is_last:
+        headers["X-Dynamo-Session-Final"] = "true"
+    keeps = hints.ttl_s and not (hints.final and is_last)
+    return headers, {"nvext": {"cache_control": {"type": "ephemeral", "ttl": hints.ttl_s}}} if keeps else {}

@@ -41,11 +41,17 @@ class Cached:
     owner: str | None
     is_released: bool = False
     protected_until: float = 0.0
+    pins: frozenset[Prefix] = frozenset()
+    """Prompts that pin it."""
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Return its place in the order of eviction."""
-        return 2 if self.protected_until else 0 if self.is_released else 1, self.last_used
+        """Return the place in the order of eviction."""
+        return 2 if self.is_protected else 0 if self.is_released else 1, self.last_used
+
+    @property
+    def is_protected(self) -> bool:
+        return bool(self.protected_until or self.pins)
 
 
 @dataclass
@@ -137,9 +143,30 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self._expire()
         for n in range(1, len(letters) + 1):
             page = self.cached.get((namespace, letters[:n]))
-            if page is None or not (page.protected_until or self._num_protected() < self.max_protected):
+            if page is None or not (page.is_protected or self._num_protected() < self.max_protected):
                 break
             page.is_released, page.protected_until = False, max(page.protected_until, self.now + seconds)
+
+    @rule(namespace=namespaces, letters=letters)
+    def pin(self, namespace, letters):
+        """The first pages of a prompt are pinned, as many as may be protected."""
+        self.tree.pin(namespace, self._tokens(letters), holder=(namespace, letters))
+        self._expire()
+        for n in range(1, len(letters) + 1):
+            page = self.cached.get((namespace, letters[:n]))
+            if page is None or not (page.is_protected or self._num_protected() < self.max_protected):
+                break
+            page.pins |= {(namespace, letters)}
+
+    @precondition(lambda self: any(page.pins for page in self.cached.values()))
+    @rule(which=which_one)
+    def unpin(self, which):
+        """The pins of a prompt end, and nothing else."""
+        held = sorted({holder for page in self.cached.values() for holder in page.pins}, key=repr)
+        namespace, letters = held[which % len(held)]
+        self.tree.unpin(namespace, self._tokens(letters), holder=(namespace, letters))
+        for page in self.cached.values():
+            page.pins -= {(namespace, letters)}
 
     @rule(seconds=st.integers(0, 3))
     def wait(self, seconds):
@@ -277,7 +304,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             page.is_released, page.protected_until = True, 0.0
 
     def _num_protected(self) -> int:
-        return sum(1 for page in self.cached.values() if page.protected_until)
+        return sum(page.is_protected for page in self.cached.values())
 
     def _locked(self) -> set[Prefix]:
         """Every cached prefix on the way to a locked one."""

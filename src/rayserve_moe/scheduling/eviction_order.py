@@ -46,6 +46,8 @@ class CachedPrefix:
     """True if its owner has no more use for it."""
     protected_until: float = 0.0
     """Time at which its protection ends; 0 without protection."""
+    pins: frozenset[Hashable] = frozenset()
+    """Prompts that choices without a row still wait for (`forks.PromptPins`)."""
 
     @property
     def page_ids(self) -> np.ndarray:
@@ -56,6 +58,10 @@ class CachedPrefix:
     def last_page(self) -> int:
         """Return the last page; NULL_PAGE for a root."""
         return int(self.own_page_ids[-1]) if len(self.own_page_ids) else NULL_PAGE
+
+    @property
+    def is_protected(self) -> bool:
+        return bool(self.protected_until or self.pins)
 
     @property
     def is_evictable(self) -> bool:
@@ -148,15 +154,15 @@ class EvictionOrder:
         """Take up a node with its owner and protection."""
         if node.owner is not None:
             self._owned.setdefault(node.owner, {})[node] = None
-        if node.protected_until:
+        if node.is_protected:
             self.num_protected += len(node.own_page_ids)
-            self._expiring.add(node)
+        self._expiring.add(node)
         self._leaves.add(node)
 
     def leave(self, node: CachedPrefix) -> None:
         """Remove a node that is evicted, or whose pages will change."""
         self._disown(node)
-        if node.protected_until:
+        if node.is_protected:
             self.num_protected -= len(node.own_page_ids)
         self._expiring.discard(node)
         self._leaves.discard(node)
@@ -195,22 +201,23 @@ class EvictionOrder:
     def protect(self, nodes: Iterable[CachedPrefix], *, until: float) -> None:
         """Protect nodes at least until a time."""
         for node in nodes:
-            if not node.protected_until:
-                self.num_protected += len(node.own_page_ids)
-            node.protected_until, node.is_released = max(node.protected_until, until), False
-            self._expiring.add(node)
+            node.is_released = False
+            self._set_protection(node, until=max(node.protected_until, until), pins=node.pins)
 
-    def unprotect(self, prefix: CachedPrefix, *, until: float) -> None:
-        """End the protection of a prefix, except for nodes that are protected for longer or lead to protected ones."""
-        for node in prefix.path_up():
-            if any(child.protected_until for child in node.children.values()) or node.protected_until > until:
-                return
-            self._unprotect(node)
+    def pin(self, nodes: Iterable[CachedPrefix], holder: Hashable) -> None:
+        """Protect nodes until `unpin` with the same holder."""
+        for node in nodes:
+            self._set_protection(node, until=node.protected_until, pins=node.pins | {holder})
+
+    def unpin(self, nodes: Iterable[CachedPrefix], holder: Hashable) -> None:
+        """Remove the pins of a holder; other protections of the nodes stay."""
+        for node in nodes:
+            self._set_protection(node, until=node.protected_until, pins=node.pins - {holder})
 
     def expire(self, now: float) -> None:
         """End the protections whose time is over."""
         while node := self._expiring.pop(last=now):
-            self._unprotect(node)
+            self._set_protection(node, until=0.0, pins=node.pins)
 
     def check_integrity(self, cached: list[CachedPrefix]) -> None:
         """Assert that owners, protections and queues agree with the nodes of `cached`."""
@@ -218,26 +225,29 @@ class EvictionOrder:
         assert owned == {(node, node.owner) for node in cached if node.owner is not None}, "owners are wrong"
         assert all(self._owned.values()), "an owner without pages is kept"
         tops = [(node, node.parent) for node in cached if node.parent is not None and node.parent.parent is not None]
-        assert all(node.protected_until <= above.protected_until for node, above in tops), "a protected page hangs free"
+        protected = (node.protected_until <= above.protected_until and node.pins <= above.pins for node, above in tops)
+        assert all(protected), "a protected page hangs free"
         assert all(node.parent.owner in (None, node.owner) for node in cached if node.parent), "owners mix"
-        protected = sum(len(node.own_page_ids) for node in cached if node.protected_until)
-        assert protected == self.num_protected, "protected pages are miscounted"
+        num_protected = sum(len(node.own_page_ids) for node in cached if node.is_protected)
+        assert num_protected == self.num_protected, "protected pages are miscounted"
         self._leaves.check_integrity(cached)
         self._expiring.check_integrity(cached)
 
     def _release(self, nodes: Iterable[CachedPrefix]) -> None:
         """Let nodes leave first, until they are used again."""
         for node in nodes:
-            self._unprotect(node)
             node.is_released = True
-            self._leaves.add(node)
+            self._set_protection(node, until=0.0, pins=node.pins)
 
-    def _unprotect(self, node: CachedPrefix) -> None:
-        if node.protected_until:
-            self.num_protected -= len(node.own_page_ids)
-            node.protected_until = 0.0
+    def _set_protection(self, node: CachedPrefix, *, until: float, pins: frozenset[Hashable]) -> None:
+        """Set both kinds of protection of a node, and count and queue it anew."""
+        was_protected = node.is_protected
+        node.protected_until, node.pins = until, pins
+        self.num_protected += len(node.own_page_ids) * (node.is_protected - was_protected)
+        if not until:
             self._expiring.discard(node)
-            self._leaves.add(node)
+        self._expiring.add(node)
+        self._leaves.add(node)
 
     def _disown(self, node: CachedPrefix) -> None:
         if (nodes := self._owned.get(node.owner)) is not None:
@@ -255,4 +265,4 @@ def _leaf_key(node: CachedPrefix) -> tuple[int, int] | None:
     """Return the place of an evictable node in the order; None for other nodes."""
     if not node.is_evictable:
         return None
-    return PROTECTED if node.protected_until else RELEASED if node.is_released else ORDINARY, node.last_used
+    return PROTECTED if node.is_protected else RELEASED if node.is_released else ORDINARY, node.last_used

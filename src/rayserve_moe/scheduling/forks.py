@@ -1,8 +1,9 @@
-"""Choices of a request after the first: they fork off its computed prompt, or wait until the prompt is cached."""
+"""Choices with the same prompt: they fork off the computed prompt of the first, or wait until it is cached."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from itertools import takewhile
 
 import numpy as np
@@ -93,3 +94,50 @@ def cache_with_forks(rank: DataRank, sequence: Sequence, *, num_tokens: int) -> 
     for other in sequence.group.choices:
         if other is not sequence and other.row != NO_ROW and other.data_rank == rank.index:
             rank.cache_computed(other, min(num_tokens, other.num_prompt_tokens, other.num_computed))
+
+
+class PromptPins:
+    """Pins on cached prompts for which choices without a row wait, of the same request or of several.
+
+    The choices of a rollout group thus find their prompt, however the group is sent. Pins change the order of eviction
+    only, within the share of pages that may be protected.
+    """
+
+    def __init__(self, ranks: list[DataRank]) -> None:
+        self._ranks = ranks
+        self._waiting: dict[Hashable, set[Sequence]] = {}
+        """Choices that have not had a row, by namespace and prompt."""
+        self._pinning: dict[Hashable, set[int]] = {}
+        """Ranks with a pin on a prompt."""
+
+    def add(self, choices: list[Sequence]) -> None:
+        """Record new choices of a prompt."""
+        leader = choices[0]
+        key = hash((leader.cache.namespace, leader.token_ids[: leader.num_prompt_tokens].tobytes()))
+        for choice in choices:
+            choice.group.prompt = key
+        self._waiting.setdefault(key, set()).update(choices)
+
+    def pin(self, sequence: Sequence) -> None:
+        """Pin the prompt of a sequence that is about to release its pages, if other choices wait for it."""
+        key = sequence.group.prompt
+        if key in self._waiting:
+            tree, prompt_ids = self._ranks[sequence.data_rank].tree, sequence.request.prompt_ids
+            tree.pin(sequence.cache.namespace, prompt_ids, holder=key)
+            self._pinning.setdefault(key, set()).add(sequence.data_rank)
+
+    def start(self, choice: Sequence) -> None:
+        """Record that a choice has got a row, or has ended, and unpin its prompt if it was the last to wait."""
+        key = choice.group.prompt
+        waiting = self._waiting.get(key, set())
+        waiting.discard(choice)
+        if key in self._waiting and not waiting:
+            del self._waiting[key]
+            for index in self._pinning.pop(key, ()):
+                self._ranks[index].tree.unpin(choice.cache.namespace, choice.request.prompt_ids, holder=key)
+
+    def check_integrity(self) -> None:
+        """Assert that all choices on record wait, and that only their prompts are pinned."""
+        waiting = [choice for choices in self._waiting.values() for choice in choices]
+        assert all(choice.row == NO_ROW and choice.finish is None for choice in waiting), "a choice waits no more"
+        assert all(self._waiting.values()) and self._pinning.keys() <= self._waiting.keys(), "a pin is left"

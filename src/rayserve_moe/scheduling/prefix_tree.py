@@ -115,22 +115,19 @@ class PrefixTree:
             self._shorten(leaf, min(missing, len(leaf.own_page_ids)))
         return self._allocator.num_free - num_free
 
-    def protect(self, namespace: Hashable, token_ids: np.ndarray, *, seconds: float) -> float:
-        """Protect the cached pages of `token_ids` for some seconds, from the first page on, as many as may be.
-
-        Returns: the time at which the protection ends.
-        """
+    def protect(self, namespace: Hashable, token_ids: np.ndarray, *, seconds: float) -> None:
+        """Protect the cached pages of `token_ids` for some seconds, from the first page on, as many as may be."""
         now = self.clock()
-        self.order.expire(now)
-        node = self._end_at(namespace, token_ids)
-        num_new = sum(len(each.own_page_ids) for each in node.path_up() if not each.protected_until)
-        num_allowed = max(0, self.max_protected - self.order.num_protected)
-        if num_new > num_allowed:
-            # Unprotected pages end the path.
-            end = node.num_pages - num_new + num_allowed
-            node = self._end_at(namespace, token_ids[: end * self._page_size])
-        self.order.protect(node.path_up(), until=now + seconds)
-        return now + seconds
+        self.order.protect(self._protectable(namespace, token_ids, now=now), until=now + seconds)
+
+    def pin(self, namespace: Hashable, token_ids: np.ndarray, *, holder: Hashable) -> None:
+        """Protect the cached pages of `token_ids` until `unpin`, from the first page on, as many as may be."""
+        self.order.pin(self._protectable(namespace, token_ids, now=self.clock()), holder)
+
+    def unpin(self, namespace: Hashable, token_ids: np.ndarray, *, holder: Hashable) -> None:
+        """Remove the pins of a holder from the cached pages of `token_ids`."""
+        node, _ = self._find(namespace, token_ids)
+        self.order.unpin(node.path_up(), holder)
 
     def clear(self, namespace: Hashable = None) -> None:
         """Remove a namespace, or all namespaces for None. Locked pages are freed by their last unlock."""
@@ -203,6 +200,18 @@ class PrefixTree:
         node, num_pages = self._find(namespace, token_ids)
         return node if num_pages == len(node.own_page_ids) else self._split(node, num_pages)
 
+    def _protectable(self, namespace: Hashable, token_ids: np.ndarray, *, now: float) -> list[CachedPrefix]:
+        """Return the first cached nodes of `token_ids` that are protected, or may be within `max_protected`."""
+        self.order.expire(now)
+        node = self._end_at(namespace, token_ids)
+        num_new = sum(len(each.own_page_ids) for each in node.path_up() if not each.is_protected)
+        num_allowed = max(0, self.max_protected - self.order.num_protected)
+        if num_new > num_allowed:
+            # Unprotected pages end the path.
+            end = node.num_pages - num_new + num_allowed
+            node = self._end_at(namespace, token_ids[: end * self._page_size])
+        return list(node.path_up())
+
     def _split(self, node: CachedPrefix, num_pages: int) -> CachedPrefix:
         """Move the first `num_pages` pages of a node into a new parent, and return the parent.
 
@@ -213,7 +222,7 @@ class PrefixTree:
         end = node.num_pages - len(pages) + num_pages
         head = CachedPrefix(node.key, above, node.run[:cut], pages[:num_pages].copy(), end, node.last_used)
         head.num_locks, head.is_released = node.num_locks, node.is_released
-        head.owner, head.protected_until = node.owner, node.protected_until
+        head.owner, head.protected_until, head.pins = node.owner, node.protected_until, node.pins
         self.order.leave(node)
         above.children[head.key] = head
         node.run, node.own_page_ids = node.run[cut:], pages[num_pages:].copy()

@@ -106,6 +106,8 @@ class RankStep:
         """They have just taken their rows."""
         self.completed: list[tuple[Sequence, int]] = []
         """As in `Schedule`."""
+        self.backlog = 0
+        """Prompt tokens that running sequences compute in this step or later."""
         self._limits, self._preempt, self._defers_decoding = limits, preempt, defers_decoding
         self._budget, self._choices_left = limits.step_tokens, MAX_FORCED_CHOICES
 
@@ -173,6 +175,7 @@ class RankStep:
             self.rank.tree.unlock(prefix)
             return False
         self.rank.admit(sequence, prefix)
+        self.backlog += sequence.num_tokens - num_cached
         sequence.record_start(num_cached)
         self.new_sequences.append(sequence)
         self._add_pages(sequence, first=0)
@@ -215,6 +218,7 @@ class RankStep:
 
     def _continue_prefill(self) -> None:
         for sequence in list(self.rank.prefilling):
+            self.backlog += sequence.num_tokens - sequence.num_computed
             length = self._chunk_length(sequence, sequence.num_computed) if sequence.row != NO_ROW else 0
             if length and self._grow(sequence, length):
                 self._add_chunk(sequence, length)

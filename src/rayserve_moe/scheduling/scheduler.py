@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, takewhile
 
 import numpy as np
 
 from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests.records import GenerationRequest
 from rayserve_moe.scheduling.data_rank import DataRank
-from rayserve_moe.scheduling.forks import cache_with_forks, fork_followers, release_followers
+from rayserve_moe.scheduling.forks import PromptPins, cache_with_forks, fork_followers, release_followers
 from rayserve_moe.scheduling.page_events import PageEvents, WeightsNamed
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
 from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit, queue_by_priority
@@ -72,6 +73,7 @@ class Scheduler:
         for rank in self.ranks:
             rank.tree.max_protected = int(limits.protected_share * rank.allocator.num_usable)
         self.open_ranks, self.waiting = self.ranks, deque[Sequence]()
+        self._pins = PromptPins(self.ranks)
         self.held: list[Sequence] = []
         self.captures_all = False
         """True if every step captures routing, for sequences that find its pages cached later."""
@@ -106,6 +108,8 @@ class Scheduler:
             sequence.cache.owner = request.session if self._limits.evicts_by_session else None
             sequence.evidence.probe = probe
             record_weights(sequence, self.weight_version)
+        if self._limits.protected_share:
+            self._pins.add(choices)
         queue_by_priority(self.waiting, leader)
 
     def schedule(self, *, draft: Draft | None = None) -> Schedule:
@@ -122,11 +126,14 @@ class Scheduler:
             for step in steps if not (self.waiting and self.waiting[0].queue.num_to_recompute) else ():
                 if step.has_followers:
                     fork_followers(step, page_size=limits.page_size)
-            while self._admit_next(steps):
+            closed = set[int]()
+            while self._admit_next(steps, closed):
                 pass
         max_drafts = 0 if draft is None else add_decoding(steps, draft, limits=limits)
         for step in steps:
             step.add_state_values()
+            for sequence in step.new_sequences:
+                self._pins.start(sequence)
         schedule = build_schedule(
             self._next_step_id, steps, table=self.table, captures_all=self.captures_all, max_drafts=max_drafts
         )
@@ -159,8 +166,6 @@ class Scheduler:
             if row not in failed:
                 self.ranks[sequence.data_rank].cache_computed(sequence, sequence.num_prompt_tokens)
             if sequence.group.followers:
-                if row not in failed:
-                    self._protect_prompt(sequence)
                 release_followers(sequence, self.waiting)
         owned = [(sequence, reason) for row, reason in endings if (sequence := self.table.sequences[row])]
         for sequence, reason in owned:
@@ -176,7 +181,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence in self.held:
             self.held.remove(sequence)
-        self._unprotect_prompt(sequence)
+        self._pins.start(sequence)
         if sequence.group.followers:
             release_followers(sequence, self.waiting)
 
@@ -208,6 +213,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that rows and pages agree with an independent count. Call between steps."""
+        self._pins.check_integrity()
         for rank in self.ranks:
             rank.check_integrity()
         owners = [id(sequence) for sequence in self.table.sequences if sequence is not None]
@@ -215,34 +221,54 @@ class Scheduler:
         for sequence in (*self.waiting, *self.held):
             assert sequence.row == NO_ROW and len(sequence.pages) == 0, "a waiting sequence has a row or pages"
 
-    def _admit_next(self, steps: list[RankStep]) -> bool:
-        """Admit a waiting sequence to the rank with most of it cached; return False if none fits.
+    def _admit_next(self, steps: list[RankStep], closed: set[int]) -> bool:
+        """Admit a waiting sequence to the rank that computes its prompt first; return False if none may be admitted.
 
-        A sequence waits a step for that rank rather than being recomputed on another.
+        If that rank cannot take it in this step, it waits rather than being recomputed on another. The rank is added to
+        `closed`, and other sequences of the same priority may still be admitted to the other ranks.
         """
-        open_steps = [step for step in steps if step.rank.free_rows]
-        if not open_steps or not self.waiting:
+        steps = [step for step in steps if step.rank.free_rows]
+        waiting = self._waiting_for_others(closed) if closed else self.waiting
+        if not waiting or all(step.rank.index in closed for step in steps):
             return False
-
-        def cached_tokens(sequence: Sequence) -> int:
-            ranks = [step.rank for step in open_steps if self._takes_adapter(sequence, step.rank)]
-            return max((rank.num_cached(sequence) for rank in ranks), default=-1)
-
-        place = next_to_admit(self.waiting, cached_tokens=cached_tokens)
-        sequence = self.waiting[place]
-        taking = [step for step in open_steps if self._takes_adapter(sequence, step.rank)]
-        for step in sorted(taking, key=lambda s: (-s.rank.num_cached(sequence), len(s.rank.running))):
+        place = next_to_admit(waiting, cached_tokens=lambda each: self._rank_steps(each, steps)[0])
+        sequence = waiting[place]
+        _, ranked = self._rank_steps(sequence, steps)
+        if not ranked:
+            return False
+        first = ranked[0].rank.index
+        for step in () if first in closed else (step for step in ranked if step.rank.index not in closed):
             if step.admit(sequence):
                 if step.has_followers:
                     fork_followers(step, page_size=self._limits.page_size)
-                for passed_over in list(self.waiting)[:place]:
+                for passed_over in islice(waiting, place):
                     passed_over.queue.num_passed_over += 1
                 self.waiting.remove(sequence)
-                self._unprotect_prompt(sequence)
                 return True
-            if step.is_full and step.rank.num_cached(sequence):
-                return False
-        return False
+            if step.is_full:
+                break
+        closed.add(first)
+        return True
+
+    def _waiting_for_others(self, closed: set[int]) -> list[Sequence]:
+        """Return the waiting sequences with the priority of the front, without those that wait for a closed rank."""
+        priority = self.waiting[0].request.priority if self.waiting else 0
+        equals = takewhile(lambda sequence: sequence.request.priority == priority, self.waiting)
+        return [sequence for sequence in equals if sequence.queue.awaited_rank not in closed]
+
+    def _rank_steps(self, sequence: Sequence, steps: list[RankStep]) -> tuple[int, list[RankStep]]:
+        """Return the steps that may take a sequence, by the tokens that their ranks compute until its prompt is done.
+
+        Before them stands the number of its tokens that the first has cached, or -1 if there is none.
+        """
+        num_cached = {
+            step: step.rank.num_cached(sequence) for step in steps if self._takes_adapter(sequence, step.rank)
+        }
+        ranked = sorted(num_cached, key=lambda step: (step.backlog - num_cached[step], len(step.rank.running)))
+        if not ranked:
+            return -1, []
+        sequence.queue.awaited_rank = ranked[0].rank.index
+        return num_cached[ranked[0]], ranked
 
     def _give_up_pages(self, sequence: Sequence) -> None:
         """Release the pages of a sequence without a row, and cache its computed tokens, including submitted steps.
@@ -256,6 +282,7 @@ class Scheduler:
                 cache_with_forks(rank, sequence, num_tokens=num_known)
             else:
                 rank.cache_computed(sequence, num_known)
+        self._pins.pin(sequence)
         rank.release_pages(sequence)
 
     def _apply_retention(self, sequence: Sequence) -> None:
@@ -267,23 +294,6 @@ class Scheduler:
             tree.protect(cache.namespace, token_ids, seconds=seconds)
         if retention.ends_session and cache.owner is not None:
             finish_session(self, cache.owner)
-
-    def _protect_prompt(self, leader: Sequence) -> None:
-        """Protect the cached prompt of a request whose other choices have no row yet."""
-        if self._limits.protected_share:
-            tree, seconds = self.ranks[leader.data_rank].tree, self._limits.max_protected_s
-            prompt_ids = leader.request.prompt_ids
-            leader.group.protected_until = tree.protect(leader.cache.namespace, prompt_ids, seconds=seconds)
-
-    def _unprotect_prompt(self, choice: Sequence) -> None:
-        """End the protection of a prompt once all choices of the request have started."""
-        leader = choice.group.choices[0]
-        until = leader.group.protected_until
-        if until and all(each.row != NO_ROW or each.finish for each in leader.group.choices):
-            leader.group.protected_until = 0.0
-            cache, tree = leader.cache, self.ranks[leader.data_rank].tree
-            prompt = tree.match(cache.namespace, leader.request.prompt_ids, owner=cache.owner)
-            tree.order.unprotect(prompt, until=until)
 
     def _takes_adapter(self, sequence: Sequence, rank: DataRank) -> bool:
         """Return True if steps of a rank have a place for the adapter of a sequence beside those that run."""

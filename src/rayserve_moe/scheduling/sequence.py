@@ -105,8 +105,8 @@ class ChoiceGroup:
     """All choices, including itself."""
     followers: list[Sequence] = field(default_factory=list)
     """Choices that wait for its prompt."""
-    protected_until: float = 0.0
-    """End of the protection of its prompt, for choices that still wait; 0 for none."""
+    prompt: Hashable = None
+    """Key of its namespace and prompt in `forks.PromptPins`; None without pins."""
 
 
 @dataclass(slots=True)
@@ -119,6 +119,8 @@ class QueueState:
     """Positions that were computed before a preemption."""
     num_cached: int | None = None
     """Cached tokens when they were last matched; None before."""
+    awaited_rank: int | None = None
+    """Rank that would compute its prompt first when it was last matched; None before."""
 
 
 @dataclass(slots=True)

@@ -172,8 +172,16 @@ def every_section() -> dict:
         "session_hints": {
             "replica": "any", "num_pages": 657, "edits": 0.125, "others": 4.0, "seeds": 2,
             "rows": [
-                {"sessions": 60, "over_pool": 3.25, "hints": "final", "session_mean_s": 53.5, "ttft_p50_s": 0.5,
-                 "ttft_p99_s": 2.5, "hits": 0.625}
+                {"sessions": 60, "over_pool": 3.25, "hints": "final", "session_mean_s": 53.5, "goodput_s": 1.5,
+                 "ttft_p50_s": 0.5, "ttft_p99_s": 2.5, "hits": 0.625}
+            ],
+        },
+        "served_sessions": {
+            "sessions": 24, "over_pool": 3.25,
+            "rows": [
+                {"side": side, "session_mean_s": seconds, "ttft_p99_s": 2.0, "tokens_s": 100.0, "hits": 0.625,
+                 "equal": 1.0}
+                for side, seconds in (("arrival", 8.0), ("cached", 6.0))
             ],
         },
         "fleet_validation": {
@@ -469,6 +477,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("fleet_simulation", "87.5%"),
         ("agent_sessions", "77.1%"),
         ("session_hints", "62.5%"),
+        ("served_sessions", "0.75 (0.75-0.75)"),
         ("fleet_validation", "0.75"),
         ("router_time", "0.50"),
         ("http", "0.80 (0.80-0.80)"),

@@ -191,12 +191,14 @@ def test_settings_turn_sessions_and_protections_off(is_on):
     assert tree.match_length(("",), tokens("kept")) == (4 if is_on else 0)
 
 
+@pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("aborts", [False, True])
-def test_a_prompt_is_protected_until_its_last_choice_has_started(aborts):
+def test_a_prompt_is_protected_until_its_last_choice_has_started(aborts, is_split):
     scheduler = Scheduler(limits(num_rows=1, protected_share=0.5, max_protected_s=MAX_PROTECTED_S))
     tree = scheduler.ranks[0].tree
     served(scheduler, "other")
-    choices = added(scheduler, "prompt", n=3)
+    groups = [added(scheduler, "prompt") for _ in range(3)] if is_split else [added(scheduler, "prompt", n=3)]
+    choices = [choice for group in groups for choice in group]
     for place in range(3):
         tree.match(("",), tokens("other"))
         assert tree.order.num_protected == (6 if place else 0)
@@ -209,3 +211,44 @@ def test_a_prompt_is_protected_until_its_last_choice_has_started(aborts):
             step(scheduler)
     assert all(choice.finish for choice in choices) and tree.order.num_protected == 0
     assert [choice.cache.num_cached for choice in choices] == [0, 5, 0 if aborts else 5]
+
+
+def test_a_group_is_pinned_for_as_long_as_its_last_request_waits_and_apart_from_others():
+    scheduler = Scheduler(limits(num_rows=1, protected_share=0.5, max_protected_s=MAX_PROTECTED_S))
+    tree, now = scheduler.ranks[0].tree, 0.0
+    tree.clock = lambda: now
+    served(scheduler, "other")
+    added(scheduler, "prompt")
+    waiting = added(scheduler, "prompt")
+    added(scheduler, "prompt", cache_salt="other")
+    step(scheduler)
+    now = YEAR_S
+    tree.match(("",), tokens("other"))
+    assert tree.evict(5) == 5 and tree.match_length(("",), tokens("prompt")) == 6
+    scheduler.end(waiting[0], FinishReason("abort"))
+    scheduler.release(waiting[0])
+    step(scheduler)
+    assert tree.order.num_protected == 0
+    assert [tree.match_length((salt,), tokens("prompt")) for salt in ("", "other")] == [6, 6]
+
+
+def test_the_end_of_a_pin_leaves_protections_in_force(cache):
+    cache.put("kept")
+    cache.tree.protect("", tokens("ke"), seconds=5)
+    cache.tree.pin("", tokens("kept"), holder="group")
+    cache.put("later")
+    cache.tree.unpin("", tokens("kept"), holder="group")
+    cache.tree.evict(7)
+    assert cache.cached("kept", "later") == [2, 0]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_branch_that_a_session_leaves_goes_before_older_pages(is_on):
+    scheduler = Scheduler(limits(evicts_by_session=is_on))
+    served(scheduler, "plain")
+    served(scheduler, "abcdefgh", session="s")
+    served(scheduler, "abcd12", session="s")
+    scheduler.ranks[0].tree.evict(4)
+    prompts = ("plain", "abcdefgh", "abcd12")
+    matched = [scheduler.ranks[0].tree.match_length(("",), tokens(letters)) for letters in prompts]
+    assert matched == ([5, 4, 6] if is_on else [1, 8, 6])
