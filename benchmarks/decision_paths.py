@@ -1,6 +1,6 @@
 """Decisions of a rollout by path, compared with a plain recomputation.
 
-    python -m benchmarks.decision_paths [--samples 420] [--paths stream cached ...]
+    python -m benchmarks.decision_paths [--samples 420] [--first-seed 0] [--paths stream cached ...]
 
 The calculator answers sums by native kernels, so values are compared bit by bit. The plain recomputation runs one
 choice at a time, without cached prompts, drafts or streams. Values that an answer reports as missing are counted
@@ -63,15 +63,17 @@ Counts = dict[str, Counter[str]]
 
 @dataclass(frozen=True)
 class Asked:
-    """Requested prompts. The index of a prompt is its seed."""
+    """Requested prompts. The seed of each follows that of the prompt before."""
 
     prompts: list[list[int]]
     choices: int = 1
     """Choices of each prompt."""
+    first_seed: int = 0
+    """Seed of the first prompt."""
 
     def body(self, index: int, **fields: Any) -> dict[str, Any]:
         """Return the body for a prompt."""
-        sampling = {**SAMPLING, "sampling_seed": index, "n": self.choices}
+        sampling = {**SAMPLING, "sampling_seed": self.first_seed + index, "n": self.choices}
         return {"input_ids": self.prompts[index], "sampling_params": sampling, **ASKED, **fields}
 
 
@@ -243,9 +245,14 @@ def run_path(path: str, model: Path, *, asked: Asked, plain: Answers) -> Counts:
 PATHS = ("stream", "several choices", "preempted", "cached", "drafts", "updated")
 
 
-def compare_paths(model: Path, *, samples: int, paths: Sequence[str] = PATHS) -> Iterator[tuple[str, Counts]]:
+def compare_paths(
+    model: Path, *, samples: int, paths: Sequence[str] = PATHS, first_seed: int = 0
+) -> Iterator[tuple[str, Counts]]:
     """Yield each path with its counts, of `samples` choices."""
-    asked = {1: Asked(prompts_of(samples)), CHOICES: Asked(prompts_of(samples // CHOICES), CHOICES)}
+    asked = {
+        choices: Asked(prompts_of(samples // choices), choices=choices, first_seed=first_seed)
+        for choices in (1, CHOICES)
+    }
     choices_of = {path: CHOICES if path == "several choices" else 1 for path in paths}
     with served(model, **PLAIN) as (_, url):
         plain = {number: posted(url, asked[number], **MASKED) for number in set(choices_of.values())}
@@ -257,11 +264,13 @@ def main() -> None:
     """Print the counts by path and in total; exit with an error if any value differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=420)
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first prompt; others count up")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     arguments = parser.parse_args()
     model = resolve_model_path("trained:calculator", cache_directory=default_cache_directory())
     total: Counts = {part: Counter() for part in PARTS}
-    for path, counts in compare_paths(model, samples=arguments.samples, paths=arguments.paths):
+    options = {"samples": arguments.samples, "paths": arguments.paths, "first_seed": arguments.first_seed}
+    for path, counts in compare_paths(model, **options):
         print(path, {part: dict(each) for part, each in counts.items() if each}, flush=True)
         for part, each in counts.items():
             total[part] += each

@@ -48,7 +48,8 @@ def audit(measured: Mapping[str, Any]) -> str:
     rows = [
         [
             AUDIT_TITLES[side],
-            f"{1 - sum(each['verdicts'].get(name, 0) for name in PASSING) / measured['samples']:.2%}",
+            f"{sum(each['verdicts'].values()):,}",
+            f"{1 - sum(each['verdicts'].get(name, 0) for name in PASSING) / sum(each['verdicts'].values()):.2%}",
             f"{each['differing'] / each['decisions']:.3%}",
             f"{each['max_logprob_difference']:.1e}",
             f"{1000 * each['seconds']['audit'] / each['tokens']:.2f}",
@@ -56,12 +57,11 @@ def audit(measured: Mapping[str, Any]) -> str:
         ]
         for side, each in measured["sides"].items()
     ]
-    tokens = next(iter(measured["sides"].values()))["tokens"]
-    heads = ["failing", "decisions that differ", "log-probs, at most", "s / 1,000 tokens", "/ plain scores"]
+    heads = ["samples", "failing", "decisions that differ", "log-probs, at most", "s / 1,000 tokens", "/ plain scores"]
     faults = [[name, each["samples"], each["failing"], each["located"]] for name, each in measured["faults"].items()]
     return "\n\n".join(
         [
-            markdown_table([f"{measured['samples']:,} right samples, {tokens:,} tokens", *heads], rows),
+            markdown_table(["right samples, by", *heads], rows),
             markdown_table(["planted fault", "samples", "failing", "found at its token and layer"], faults),
         ]
     )

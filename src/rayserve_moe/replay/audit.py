@@ -197,27 +197,35 @@ def _shift(claim: Claim, free: Scored, *, first_token: int) -> int | None:
 
     Rows may be shifted to the end of the trajectory, or only to the end of the prompt.
     """
-    num_rows = len(claim.rows)
+    rows, native, num_rows = _in_order(claim.rows), _in_order(free.native), len(claim.rows)
     shifts = sorted({*range(-MAX_SHIFT, MAX_SHIFT + 1), -claim.prompt_len, claim.prompt_len} - {0}, key=abs)
     for end in sorted({num_rows, min(claim.prompt_len, num_rows)}, reverse=True):
-        own = _agreement(claim, free, first=first_token, end=end, shift=0)
+        own = _agreement(rows[:end], native, first=first_token, shift=0)
         for shift in shifts:
-            if (found := _agreement(claim, free, first=first_token, end=end, shift=shift)) >= _FITS and found > own:
+            if (found := _agreement(rows[:end], native, first=first_token, shift=shift)) >= _FITS and found > own:
                 return shift
     return None
 
 
-def _agreement(claim: Claim, free: Scored, *, first: int, end: int, shift: int) -> float:
-    """Return the share of decisions that agree with rows of the server `shift` tokens later; 0 for too few rows."""
-    first, end = max(first, -shift), min(end, len(free.native) - shift)
+def _agreement(rows: np.ndarray, native: np.ndarray, *, first: int, shift: int) -> float:
+    """Return the share of decisions from row `first` on that agree with the server's of `shift` tokens later.
+
+    Both are in order. Too few rows have 0.
+    """
+    first, end = max(first, -shift), min(len(rows), len(native) - shift)
     if end - first < _MIN_SHIFTED_ROWS:
         return 0.0
-    return 1.0 - float(_differs(claim.rows[first:end], free.native[first + shift :]).mean())
+    return 1.0 - float((rows[first:end] != native[first + shift : end + shift]).any(axis=-1).mean())
 
 
 def _differs(rows: np.ndarray, native: np.ndarray) -> np.ndarray:
     """Return flags of decisions with other experts than the router's, in any order, bool [R, M]."""
-    return (np.sort(rows, axis=-1) != np.sort(native[: len(rows)], axis=-1)).any(axis=-1)
+    return (_in_order(rows) != _in_order(native[: len(rows)])).any(axis=-1)
+
+
+def _in_order(experts: np.ndarray) -> np.ndarray:
+    """Return the experts of each decision in ascending order."""
+    return np.sort(experts, axis=-1)
 
 
 def _far_decisions(claim: Claim, forced: Scored, tolerances: Tolerances) -> np.ndarray:

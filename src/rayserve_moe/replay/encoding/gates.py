@@ -152,9 +152,11 @@ def _with_forced(value: object, routing: RoutedExperts | None) -> RoutedExperts:
         value = np.frombuffer(raw, DTYPE).reshape(shape)
     if value.shape != shape or value.dtype.kind != "f":
         raise ValueError(f"must hold floats of shape {list(shape)}, found {list(value.shape)}")
-    if not np.isfinite(value).all():
+    with np.errstate(over="ignore"):
+        gates = value.astype(np.float32)
+    if not np.isfinite(gates).all():
         raise ValueError("must hold finite numbers")
-    return replace(routing, parts={**routing.parts, GATES: value.astype(np.float32)})
+    return replace(routing, parts={**routing.parts, GATES: gates})
 
 
 def extract_router_gates_from_meta_info(answer: Mapping) -> np.ndarray:

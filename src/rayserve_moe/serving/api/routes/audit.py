@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rayserve_moe.answers.native import prompt_column
-from rayserve_moe.replay.audit import AuditReport, Claim, Scored, Tolerances, judge, needs_free_pass, worst
+from rayserve_moe.replay.audit import Claim, Scored, Tolerances, judge, needs_free_pass, worst
 from rayserve_moe.replay.encoding import decode_each_forced, decode_each_forced_gates, decode_each_forced_index
 from rayserve_moe.replay.encoding.wire_rows import to_base64
 from rayserve_moe.replay.sketches import NUM_PROJECTIONS, SEED
@@ -86,37 +86,35 @@ async def _audited_group(
     Raises: ApiError 409 if the weights have changed.
     """
     tolerances = Tolerances(tie=body.tie_tolerance, logprob=body.logprob_tolerance)
+    in_thread = partial(asyncio.get_running_loop().run_in_executor, state.encoding)
     claims, rows = [], []
     for place, sample in enumerate(samples, first):
         with _named(place):
-            routing = await asyncio.get_running_loop().run_in_executor(state.encoding, _rows_of, sample, state.card)
-        claims.append(_claim_of(sample, routing))
+            claim, routing = await in_thread(_claim_of, sample, state.card)
+        claims.append(claim)
         rows.append(routing)
     places = range(first, first + len(samples))
     forced = await _pass(state, [_request(claim, routing) for claim, routing in zip(claims, rows, strict=True)], places)
-    failing = [
-        index
-        for index, claim in enumerate(claims)
-        if needs_free_pass(claim, _scored(forced[index]), tolerances=tolerances)
-    ]
+    failing = await in_thread(_failing, claims, forced, tolerances)
     again = await _pass(state, [_request(claims[index], None) for index in failing], [first + i for i in failing])
     if any(result.prompt is None or result.prompt.weight_version != version for result in (*forced, *again)):
         raise ApiError(409, "the weights changed during the audit: send it again", code="weight_version")
-    free = {index: _scored(result) for index, result in zip(failing, again, strict=True)}
-    entries = []
-    for index, claim in enumerate(claims):
-        report = judge(
-            claim,
-            _scored(forced[index]),
-            free=free.get(index),
-            num_experts=state.card.routing.num_experts,
-            tolerances=tolerances,
-        )
-        entry = _entry(report, layer_ids=state.card.routing.layer_ids)
-        if body.return_sketches:
-            entry["sketches"] = _sketches(prompt_column(forced[index], "sketches")[1])
-        entries.append(entry)
-    return entries
+    free = dict(zip(failing, again, strict=True))
+
+    def entries() -> list[dict[str, Any]]:
+        return [
+            _entry(claim, forced[index], free=free.get(index), card=state.card, tolerances=tolerances)
+            | ({"sketches": _sketches(prompt_column(forced[index], "sketches")[1])} if body.return_sketches else {})
+            for index, claim in enumerate(claims)
+        ]
+
+    return await in_thread(entries)
+
+
+def _failing(claims: Sequence[Claim], forced: Sequence[ChoiceResult], tolerances: Tolerances) -> list[int]:
+    """Return the indices of the claims that need a free pass."""
+    pairs = enumerate(zip(claims, forced, strict=True))
+    return [i for i, (claim, result) in pairs if needs_free_pass(claim, _scored(result), tolerances=tolerances)]
 
 
 def _groups(state: ApiState, samples: Sequence[AuditSample]) -> Iterator[list[AuditSample]]:
@@ -137,8 +135,8 @@ def _sketch_bytes(state: ApiState, sample: AuditSample) -> int:
     return 4 * NUM_PROJECTIONS * (1 + state.card.routing.num_hidden_layers) * len(sample.input_ids)
 
 
-def _rows_of(sample: AuditSample, card: ModelCard) -> RoutedExperts:
-    """Return the claimed rows of a sample with its index rows and gates. Raises: ValueError."""
+def _claim_of(sample: AuditSample, card: ModelCard) -> tuple[Claim, RoutedExperts]:
+    """Return a sample as a claim, and its rows with their index rows and gates. Raises: ValueError."""
     experts, lengths = sample.forced_routed_experts, [len(sample.input_ids)]
     routing = decode_each_forced(experts, card.routing, prompt_lens=lengths, is_batch=False)
     routing = decode_each_forced_gates(sample.forced_router_gates, routing, is_batch=False)
@@ -147,17 +145,14 @@ def _rows_of(sample: AuditSample, card: ModelCard) -> RoutedExperts:
         raise ValueError("`forced_routed_experts` is required")
     if rows.start:
         raise ValueError("`forced_routed_experts` should begin at the first token")
-    return rows
-
-
-def _claim_of(sample: AuditSample, routing: RoutedExperts) -> Claim:
-    return Claim(
+    claim = Claim(
         np.asarray(sample.input_ids, np.int32),
-        routing.rows,
+        rows.rows,
         sample.prompt_len,
         logprobs=None if sample.logprobs is None else np.asarray(sample.logprobs),
         masks=sample.sampling_mask,
     )
+    return claim, rows
 
 
 def _request(claim: Claim, routing: RoutedExperts | None) -> GenerationRequest:
@@ -195,9 +190,18 @@ def _scored(result: ChoiceResult) -> Scored:
     return scored
 
 
-def _entry(report: AuditReport, *, layer_ids: tuple[int, ...]) -> dict[str, Any]:
-    """Return a report as JSON: layers are hidden layers, and numbers that are not finite are null."""
-    entry = asdict(report)
+def _entry(
+    claim: Claim, forced: ChoiceResult, *, free: ChoiceResult | None, card: ModelCard, tolerances: Tolerances
+) -> dict[str, Any]:
+    """Return the report about a claim as JSON: layers are hidden layers, and numbers that are not finite are null."""
+    report = judge(
+        claim,
+        _scored(forced),
+        free=None if free is None else _scored(free),
+        num_experts=card.routing.num_experts,
+        tolerances=tolerances,
+    )
+    entry, layer_ids = asdict(report), card.routing.layer_ids
     for name in ("first", "first_tie"):
         if (parting := entry[name]) is not None:
             entry[name] = {**parting, "layer": layer_ids[parting["layer"]], "margin": _finite(parting["margin"])}
