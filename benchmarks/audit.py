@@ -76,7 +76,7 @@ def client_of(side: str, model: Path) -> Iterator[tuple[BlockingRolloutClient, s
 
 
 def sampled(client: BlockingRolloutClient, count: int) -> list[Rollout]:
-    """Return answers to sums and their continuations, drawn at temperature 1 from the 8 likeliest tokens, with masks."""
+    """Return answers to sums and continuations, drawn at temperature 1 from the 8 likeliest tokens, with masks."""
     problems = held_out_problems(MIX[0][0], limit=-(-count // GROUP))
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "top_k": 8, "ignore_eos": True}
     found: list[Rollout] = []
