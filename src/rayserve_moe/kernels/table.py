@@ -191,10 +191,12 @@ TPU = replace(
         decay_places=LANES,
     ),
     pool=PoolKernels(dtypes={"float8_e4m3fn": kv_pool.PAIRED}),
-    # XLA lays out a table of other widths by columns if that is smaller, and copies it to look up rows. Experts with a
-    # single width of whole lanes it lays out likewise, and copies those of all layers for a grouped product.
+    # XLA lays out a table of other widths by columns if that is smaller, and copies it to look up rows; so it does
+    # logits and histories of other shares of the vocabulary. Experts with a single width of whole lanes it lays out
+    # likewise, and copies those of all layers for a grouped product.
     parameters=ParameterLayout(
-        multiples={"table_row": LANES, "expert_inner": LANES}, padded_beside={"expert_inner": "model"}
+        multiples={"table_row": LANES, "expert_inner": LANES, "vocabulary": LANES},
+        padded_beside={"expert_inner": "model"},
     ),
     add_norm=Operation(
         (

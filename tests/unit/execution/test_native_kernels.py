@@ -23,6 +23,7 @@ from rayserve_moe.kernels.table import CPU, CPU_NATIVE, TPU
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.model.transformer import words_of
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.presets import read_config
 from tests.support.kernels.native_kernels import need_native_kernels
@@ -218,3 +219,13 @@ def test_experts_of_tpus_are_padded_where_both_widths_become_whole_lanes(model, 
     assert shapes["gate_MPDF"] == shapes["up_MPDF"] == (spec.hidden_size, inner)
     assert shapes["down_MPFD"] == (inner, spec.hidden_size)
     assert tree["embedding"]["table_VD"].shape[1] % 128 == 0
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_shares_of_the_vocabulary_on_tpus_are_whole_lanes(num_devices):
+    """So XLA lays out logits and histories by rows. The tables have the rows of all shares."""
+    spec, plan = spec_from_config(read_config("qwen3-30b-a3b")), plan_for(jax.devices()[:num_devices])
+    config = model_config(spec, plan, experts=ExpertSettings(), kernels=TPU)
+    tables, part = parameter_tree(config, dtype="bfloat16")["embedding"], words_of(config)
+    assert part.width % 128 == 0 and part.width * part.num_parts >= spec.vocab_size
+    assert tables["table_VD"].shape[0] == tables["head_VD"].shape[0] == part.width * part.num_parts
