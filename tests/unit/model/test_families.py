@@ -11,7 +11,8 @@ import pytest
 
 from rayserve_moe.kernels.reference.activations import ACTIVATIONS
 from rayserve_moe.kernels.reference.layers import SCORES
-from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, spec_from_config
+from rayserve_moe.model.draft_spec import prediction_spec
+from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, rules_of, spec_from_config
 from rayserve_moe.model.layers.attention import BlockIndex
 from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RopeSpec, RouterSpec, UnsupportedModelError
@@ -364,6 +365,41 @@ def test_the_prediction_layer_of_hy3_has_its_own_name_for_the_last_norm():
     assert rules["shared_up"] == "model.layers.3.mlp.shared_mlp.up_proj.weight"
 
 
+def test_the_prediction_layer_of_ling_3_has_its_own_name_for_the_last_norm():
+    rules = prediction_rules_of(config_of(next(case for case in FAMILY_CASES if case.name == "bailing_hybrid-0")))
+    assert rules["draft_norm"] == "model.layers.4.final_layernorm.weight"
+    assert rules["output_gate"] == "model.layers.4.attention.g_proj.weight"
+
+
+def test_outputs_of_delta_layers_of_ling_3_have_their_published_name_or_that_of_attention():
+    config = config_of(next(case for case in FAMILY_CASES if case.name == "bailing_hybrid-2"))
+    published, written = rules_of(config), "model.layers.0.attention.dense.weight"
+    assert published["kda_out"] == "model.layers.{layer}.attention.o_proj.weight"
+    names = {published[role].format(layer=layer, expert=0) for role, layer in (("expert_down", 0), ("dense_down", 1))}
+    assert rules_of(config, {*names, "model.layers.0.attention.o_proj.weight"}) == published
+    assert rules_of(config, {*names, written})["kda_out"].format(layer=0) == written
+
+
+PUBLISHED_LING_3 = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "gated_attention_proj_granularity_type": "head_wise",
+    "no_kda_lora": True,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "scoring_func": "sigmoid",
+    "expert_swiglu_limit_list": [4, 0, 0, 4],
+    "share_expert_swiglu_limit_list": [0, 0, 5, 7],
+}
+
+
+def test_published_ling_3_rotates_all_shared_elements_and_limits_its_activations():
+    """transformers ignores the limits. A prediction layer has none."""
+    found, plain = spec_of("bailing_hybrid-0", **PUBLISHED_LING_3), spec_of("bailing_hybrid-0")
+    assert [(layer.expert_limit, layer.mlp_limit) for layer in found.layers] == [(0, 0), (0, 0), (0, 5), (4, 7)]
+    assert replace(found, layers=plain.layers) == plain
+    assert prediction_spec(found) == prediction_spec(plain)
+
+
 def test_a_pattern_of_letters_is_the_list_of_types_in_either_spelling():
     types = {"linear_attention": "mamba", "full_attention": "attention"}
     case = next(case for case in FAMILY_CASES if case.name == "nemotron_h-0")
@@ -653,6 +689,12 @@ REFUSED = {
     ),
     "growing states": ("bailing_hybrid-0", {"kda_lower_bound": 0.5}, "kda_lower_bound must be a negative number"),
     "rotated halves": ("bailing_hybrid-0", {"rope_interleave": False}, "rope_interleave = False"),
+    "gates of elements": (
+        "bailing_hybrid-0",
+        {"gated_attention_proj_granularity_type": "element_wise"},
+        "gated_attention_proj_granularity_type = 'element_wise' is not supported for bailing_hybrid",
+    ),
+    "decays in two products": ("bailing_hybrid-0", {"no_kda_lora": False}, "no_kda_lora = False is not supported"),
     "value heads": ("qwen3_next-0", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3 do not divide"),
     "long convolution": ("qwen3_5_moe_text-0", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim = 9"),
     "layers of no letter": (
