@@ -109,6 +109,16 @@ KNOBS = {
     "hunyuan_v1_moe-1": {"mixer.rope.theta": 1e4 * 1000 ** (32 / 30)},
     "hunyuan_v1_moe-2": {"router.top_k": 3},
     "granitemoe-0": {"factors.embedding_multiplier": 3.0, "factors.logits_divisor": 2.0, "mixer.score_scale": 0.1},
+    "granitemoehybrid-0": {
+        "gqa.rope": None,
+        "mamba2.num_value_heads": 8,
+        "mamba2.num_key_heads": 1,
+        "mamba2.min_step": 0.0,
+        "experts.shared_size": 48,
+        "factors.residual_multiplier": 0.3,
+    },
+    "granitemoehybrid-1": {"gqa.rope.theta": 1e4, "mamba2.conv_bias": False, "mamba2.num_taps": 3, "gqa.bias": True},
+    "granitemoehybrid-2": {"mamba2.num_key_heads": 4, "mamba2.value_dim": 16, "factors.logits_divisor": 0.5},
     "hy_v3-0": {"dense": (0,), "mixer.qk_norm": "head", "mixer.rope.theta": 11158840.0, "router.scale": 2.826},
     "hy_v3-1": {"dense": (1,), "mixer.output_bias": True, "experts.shared_size": 64, "router.scale": 1.7},
     "dots1-0": {"dense": (0,), "mixer.qk_norm": "head", "router.renormalize": True, "windows": ()},
@@ -408,6 +418,17 @@ def test_a_pattern_of_letters_is_the_list_of_types_in_either_spelling():
     assert spec_of(case.name, layers_block_type=old) == spec_of(case.name, **letters) == spec_of(case.name)
 
 
+def test_published_granite_4_is_read_by_its_own_keys():
+    published = {
+        "layers_block_type": None,
+        "layer_types": ["mamba", "mamba", "attention"],
+        "mamba_d_head": "auto",
+        "position_embedding_type": "nope",
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    }
+    assert spec_of("granitemoehybrid-0", **published) == spec_of("granitemoehybrid-0")
+
+
 def test_a_single_layer_has_its_experts():
     """Also where the last layer with experts is the first one by default."""
     spec = spec_of("ernie4_5_moe-0", num_hidden_layers=1, moe_layer_start_index=0, moe_layer_end_index=None)
@@ -705,8 +726,14 @@ REFUSED = {
     "layers of no type": ("nemotron_h-0", {"layers_block_type": ["moe", 3]}, "layers_block_type must give each layer"),
     "no pattern": ("nemotron_h-0", {"layers_block_type": None}, "hybrid_override_pattern must give each layer"),
     "no attention": ("nemotron_h-0", {"layers_block_type": ["mamba", "moe"]}, "no layer with attention"),
-    "heads of no group": ("nemotron_h-0", {"n_groups": 3}, "mamba_num_heads = 4 do not divide over n_groups = 3"),
-    "taps of Mamba": ("nemotron_h-0", {"conv_kernel": 9}, "conv_kernel = 9 is not from 2 to 8"),
+    "heads of no group": ("nemotron_h-0", {"n_groups": 3}, "= 4 do not divide over n_groups, or mamba_n_groups, = 3"),
+    "no attention of Granite": (
+        "granitemoehybrid-0",
+        {"layers_block_type": ["mamba"] * 3},
+        "layer_types has no attention",
+    ),
+    "a step with a bound": ("granitemoehybrid-0", {"time_step_limit": [0.1, 1.0]}, r"time_step_limit = \[0.1, 1.0\]"),
+    "taps of Mamba": ("nemotron_h-0", {"conv_kernel": 9}, "conv_kernel, or mamba_d_conv, = 9 is not from 2 to 8"),
     "gated experts": ("nemotron_h-0", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu' is not supported"),
     "biased projections": ("nemotron_h-0", {"use_bias": True}, "use_bias = True is not supported for nemotron_h"),
     "plain output": ("qwen3_5_moe_text-0", {"attn_output_gate": False}, "attn_output_gate = False"),
@@ -852,6 +879,7 @@ OTHER_KEYS = {
     "mimo_v2_flash": ("hybrid_layer_pattern", "moe_layer_freq", "sliding_window_size", "swa_rope_theta"),
     "minimax_m3_vl_text": ("sparse_attention_config", "moe_layer_freq"),
     "nemotron_h": ("hybrid_override_pattern",),
+    "granitemoehybrid": ("time_step_limit", "position_embedding_type"),
     "step3p5": (
         *("attention_other_setting", "moe_layers_enum", "num_attention_groups", "partial_rotary_factors"),
         *("rope_scaling", "rope_theta", "share_expert_dims", "yarn_only_types"),
