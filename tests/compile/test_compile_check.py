@@ -313,6 +313,11 @@ def test_every_family_has_a_preset():
     }
 
 
+@pytest.mark.parametrize("name", ["nemotron-3-nano-30b-a3b", "granite-4.0-h-small", "ling-3.0-flash"])
+def test_a_model_whose_layers_are_listed_is_cut_to_its_first_ones(name):
+    assert spec_from_config(read_config(name, num_layers=8)).layers == spec_from_config(read_config(name)).layers[:8]
+
+
 def test_a_directory_with_a_config_is_a_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(read_config("qwen3-30b-a3b", num_layers=3)))
     assert read_config(str(tmp_path))["num_hidden_layers"] == 3
