@@ -87,6 +87,13 @@ CASES = {
         Family("mimo-v2-flash", "v6e:4x4", 4, "int8"),
         Family("mimo-v2-flash", "v6e:4x8", 8),
         Family("mimo-v2-flash", "v5p:2x2x1", 4, "int8"),
+        Family("kimi-linear-48b-a3b", "v6e:2x4"),
+        Family("kimi-linear-48b-a3b", "v5p:2x2x1"),
+        Family("nemotron-3-nano-30b-a3b", "v6e:2x2"),
+        Family("nemotron-3-nano-30b-a3b", "v6e:2x4"),
+        Family("nemotron-3-nano-30b-a3b", "v5p:2x2x1"),
+        Family("ling-3.0-flash", "v6e:4x4"),
+        Family("ling-3.0-flash", "v5p:2x2x2"),
     )
 }
 KEY = "families"

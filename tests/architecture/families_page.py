@@ -45,7 +45,8 @@ of at least 128, the paged kernel reads only the chosen pages for single tokens,
 Keys of published files are honoured where transformers ignores them: `first_k_dense_replace` of Hy3, `rotary_dim` of
 MiniMax-M3, `route_norm` of Trinity, `mlp_only_layers`, `norm_topk_prob` and `gating_types` of Laguna, and of MiMo
 `hybrid_layer_pattern`, `moe_layer_freq`, `layernorm_epsilon`, `rope_theta`, the `swa_*` and both flags of sinks. A
-window of MiMo is a token more than `sliding_window_size`, as in transformers.
+window of MiMo is a token more than `sliding_window_size`, as in transformers. Ling 3 bounds activations by
+`expert_swiglu_limit_list` and `share_expert_swiglu_limit_list`.
 
 The files of Hy3 name no dtype and hold bfloat16. Multimodal models are served without their vision tower: an image in a
 request is rejected with an error that names its field.

@@ -29,7 +29,9 @@ from tests.support.engine.outputs import LOGPROB_TOLERANCE, RECURRENT_TOLERANCE
 from tests.support.models.families import FAMILY_CASES, FamilyCase, write_family
 
 FIRST = [case for case in FAMILY_CASES if not case.variant]
-HYBRID = ("qwen3_next-0", "qwen3_5_moe_text-0", "kimi_linear-0", "bailing_hybrid-0", "nemotron_h-0")
+HYBRID = (
+    *("qwen3_next-0", "qwen3_5_moe_text-0", "kimi_linear-0", "bailing_hybrid-0", "nemotron_h-0", "granitemoehybrid-0"),
+)
 """Cases with recurrent layers."""
 CASES = [pytest.param(case, id=case.name) for case in FIRST]
 KILLED = [pytest.param(case, id=case.name) for case in FIRST if case.name in HYBRID or case.has_index]

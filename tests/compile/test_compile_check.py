@@ -264,6 +264,7 @@ PUBLISHED = {
     "gpt-oss-120b": (117, 6),
     "gpt-oss-20b": (21, 4),
     "granite-3.0-3b-a800m": (3, 1),
+    "granite-4.0-h-small": (32, 9),
     "hunyuan-a13b": (80, 13),
     "hy3": (295, 21),
     "kimi-k2": (1026, 33),
@@ -277,6 +278,7 @@ PUBLISHED = {
     "mistral-small-4": (119, 7),  # without the vision tower
     "mixtral-8x7b": (47, 13),
     "nemotron-3-nano-30b-a3b": (32, 4),
+    "nemotron-3-super-120b-a12b": (121, 13),
     "olmoe-1b-7b": (7, 1),
     "qwen1.5-moe-a2.7b": (14, 3),
     "qwen3-235b-a22b": (235, 22),
@@ -309,6 +311,11 @@ def test_every_family_has_a_preset():
     assert {spec_from_config(read_config(name)).family for name in preset_names()} == {
         module.__name__.rsplit(".", 1)[1] for module in FAMILIES.values()
     }
+
+
+@pytest.mark.parametrize("name", ["nemotron-3-nano-30b-a3b", "granite-4.0-h-small", "ling-3.0-flash"])
+def test_a_model_whose_layers_are_listed_is_cut_to_its_first_ones(name):
+    assert spec_from_config(read_config(name, num_layers=8)).layers == spec_from_config(read_config(name)).layers[:8]
 
 
 def test_a_directory_with_a_config_is_a_model(tmp_path):

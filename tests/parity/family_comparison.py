@@ -24,7 +24,7 @@ NUM_NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 6, 30, 47)
 MAX_RELATIVE_DIFFERENCE = 1e-5
 """Of float32 logits, by the largest of them."""
-RECURRENT = ("qwen3_next", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "nemotron_h")
+RECURRENT = ("qwen3_next", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "nemotron_h", "granitemoehybrid")
 """Families with recurrent layers."""
 RECURRENT_LENGTHS = (1, 30, 63, 64, 65, 128)
 """Prompt lengths of those: across the multiples of 64 tokens that states are kept at."""

@@ -27,7 +27,7 @@ from rayserve_moe.config.given_files import GivenFileError, read_json_object
 from rayserve_moe.model.draft_spec import draft_parameters, prediction_spec
 from rayserve_moe.model.family_table import family_of, prediction_rules_of
 from rayserve_moe.model.param_spec import ParamSpec
-from rayserve_moe.model.parameters import parameter_specs
+from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 
 MARKER_FILE = "synthetic.json"
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -234,7 +234,8 @@ def _write_weights(
     config = model.hf_config(dtype)
     family = family_of(config)
     spec = family.spec_from_hf(config)
-    places = tensor_places(parameter_specs(spec, dtype=dtype), family.CHECKPOINT_RULES)
+    tree = parameters_in_files(parameter_specs(spec, dtype=dtype), family.CHECKPOINT_RULES, spec=spec)
+    places = tensor_places(tree, family.CHECKPOINT_RULES)
     if config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers"):
         places |= tensor_places(draft_parameters(prediction_spec(spec), dtype=dtype), prediction_rules_of(config))
     specs = {name: place.spec for name, (place, *_) in places.items()}

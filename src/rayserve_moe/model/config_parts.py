@@ -9,7 +9,7 @@ from typing import Any
 
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK
 from rayserve_moe.model.config_rope import rope_of, rotary_dim_of, score_scale_of
-from rayserve_moe.model.config_values import count_of, flag_of, integer_of, number_of
+from rayserve_moe.model.config_values import amount_of, count_of, flag_of, integer_of, number_of
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.layers.gated_delta import GatedDelta
 from rayserve_moe.model.layers.latent import SHARED, SPARSE, LatentAttention, TokenIndex
@@ -238,6 +238,27 @@ def layer_flags_of(config: Mapping[str, Any], key: str) -> list[int]:
     if not isinstance(found, list) or len(found) < num_layers or any(flag not in (0, 1) for flag in found):
         raise UnsupportedModelError(f"config.json: {key} must give each layer 0 or 1, found {reprlib.repr(found)}")
     return found[:num_layers]
+
+
+def with_limits(
+    layers: tuple[LayerSpec, ...], config: Mapping[str, Any], *, experts: str, mlp: str
+) -> tuple[LayerSpec, ...]:
+    """Return the layers with the limits of their activations, by the keys of those of `experts` and of `mlp`.
+
+    Null and 0 mean none. Raises: UnsupportedModelError if a list does not give each layer a limit.
+    """
+    limits = zip(*(_limits(config, key, len(layers)) for key in (experts, mlp)), strict=True)
+    return tuple(
+        replace(layer, expert_limit=of_experts if layer.ffn == "moe" else 0.0, mlp_limit=of_mlp)
+        for layer, (of_experts, of_mlp) in zip(layers, limits, strict=True)
+    )
+
+
+def _limits(config: Mapping[str, Any], key: str, num_layers: int) -> list[float]:
+    found = [0] * num_layers if config.get(key) is None else config[key]
+    if not isinstance(found, list) or len(found) < num_layers:
+        raise UnsupportedModelError(f"config.json: {key} must give each layer a limit, found {reprlib.repr(found)}")
+    return [amount_of({key: limit}, key) for limit in found[:num_layers]]
 
 
 def experts_of(config: Mapping[str, Any], key: str, *, default: int) -> ExpertSpec:

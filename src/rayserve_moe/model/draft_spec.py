@@ -135,7 +135,7 @@ def _aux_layers(config: Mapping[str, Any], given: Mapping[str, Any], num_layers:
 def prediction_spec(target: ModelSpec) -> DraftSpec:
     """Return the multi-token prediction layer of a target (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
-    It has experts and the target's attention, also if other layers of the target are recurrent, or take a choice of
+    It has experts, without limits, and the target's attention, also if other layers are recurrent, or take a choice of
     tokens from an earlier layer.
     """
     attending = (
@@ -145,7 +145,7 @@ def prediction_spec(target: ModelSpec) -> DraftSpec:
         and target.mixer(each.mixer).score_shape() is not None
         and not MIXERS[each.mixer].needs_earlier_layers
     )
-    kind = replace(next(attending).kind, ffn="moe")
+    kind = replace(next(attending).kind, ffn="moe", expert_limit=0.0, mlp_limit=0.0)
     layer = replace(target, layers=(kind,), mixers=(target.mixer(kind.mixer),))
     return DraftSpec("NEXTN", layer, recycles_normed=True)
 

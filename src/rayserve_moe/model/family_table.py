@@ -53,6 +53,8 @@ def rules_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Mapping[
     """
     family, spec = family_of(config), spec_from_config(config)
     layers = {"expert_down": spec.moe_layer_ids[0]}
+    if recurrent := spec.layers_with_mixer("kimi_delta"):
+        layers["kda_out"] = recurrent[0]
     if dense := spec.layers_with_ffn("dense"):
         layers["dense_down"] = dense[0]
     return fitting_rules((family.CHECKPOINT_RULES, *getattr(family, "OTHER_RULES", ())), names, layers=layers)

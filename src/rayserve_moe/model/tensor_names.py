@@ -119,6 +119,15 @@ KIMI_DELTA = {
 }
 """Kimi delta layers, without the projections of decays and output gates."""
 
+MAMBA2 = {
+    **_weights(_LAYER + "mamba.", mamba_in="in_proj", mamba_conv="conv1d", mamba_norm="norm", mamba_out="out_proj"),
+    "mamba_conv_bias": _LAYER + "mamba.conv1d.bias",
+    "mamba_decay": _LAYER + "mamba.A_log",
+    "mamba_step_bias": _LAYER + "mamba.dt_bias",
+    "mamba_skip": _LAYER + "mamba.D",
+}
+"""Mamba-2 layers."""
+
 SELECTION_BIAS = {"selection_bias": _MLP + "gate.e_score_correction_bias"}
 """Bias of an expert's score that affects selection but not the weight."""
 
@@ -127,6 +136,13 @@ BLOCK_SPARSE_EXPERTS = {
     **_weights(_LAYER + "block_sparse_moe.experts.{expert}.", expert_gate="w1", expert_up="w3", expert_down="w2"),
 }
 """Router and experts under Mixtral's names."""
+
+GRANITE_EXPERTS = {
+    "router": _LAYER + "block_sparse_moe.router.layer.weight",
+    **_weights(_LAYER + "block_sparse_moe.", expert_gate="input_linear", expert_up="input_linear"),
+    "expert_down": _LAYER + "block_sparse_moe.output_linear.weight",
+}
+"""Router, and experts in two tensors, under Granite's names: `fused_out_in`."""
 
 LATENT_MODEL = DECODER | LATENT_ATTENTION | DENSE_MLP | EXPERTS | SELECTION_BIAS | SHARED_EXPERTS
 """Latent attention, dense first layers, a router with a selection bias, and shared experts."""

@@ -12,6 +12,9 @@ from rayserve_moe.config.given_files import GivenFileError, is_url, read_json_ob
 from rayserve_moe.config.model_names import PRESETS, hub_model, preset_names
 from rayserve_moe.model.family_table import spec_from_config
 
+LAYER_LISTS = ("hybrid_override_pattern", "layers_block_type")
+"""Keys that give the kind of each layer, and alone the number of layers."""
+
 
 class PresetError(ValueError):
     """A model whose config cannot be read; the message names the alternatives."""
@@ -52,7 +55,8 @@ def cut_to(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Return a model's config with only its first layers. Raises PresetError if it has fewer."""
     if num_layers > (available := spec_from_config(config).num_layers):
         raise PresetError(f"the model has {available} layers, {num_layers} are requested")
-    first = {"num_hidden_layers": num_layers}
+    lists = {key: config[key][:num_layers] for key in LAYER_LISTS if config.get(key) is not None}
+    first = {**lists, "num_hidden_layers": num_layers}
     if "text_config" not in config:
         return {**config, **first}
     return {**config, "text_config": {**config["text_config"], **first}}

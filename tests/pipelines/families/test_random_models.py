@@ -46,7 +46,8 @@ def written(case: FamilyCase, directory: Path) -> Path:
 
 def page_sizes(case: FamilyCase) -> list[int]:
     """Return the page sizes that a model supports; with recurrent layers they divide 64 or are multiples of 64."""
-    is_recurrent = not {"linear_num_key_heads", "linear_num_heads"}.isdisjoint(case.config)
+    sizes = {"linear_num_key_heads", "linear_num_heads", "mamba_num_heads", "mamba_n_heads"}
+    is_recurrent = not sizes.isdisjoint(case.config)
     return [size for size in PAGES if not (is_recurrent and 64 % size and size % 64)]
 
 

@@ -12,7 +12,9 @@ from tests.support.engine.run_requests import Way, preempt_every
 from tests.support.models.families import FAMILY_CASES
 from tests.support.speculation.random_requests import SPECULATES, check_mix
 
-RECURRENT = ("qwen3_next-0", "qwen3_5_moe_text-0", "kimi_linear-0", "nemotron_h-0")
+RECURRENT = (
+    *("qwen3_next-0", "qwen3_5_moe_text-0", "kimi_linear-0", "bailing_hybrid-0", "nemotron_h-0", "granitemoehybrid-0"),
+)
 CASES = [pytest.param(case, id=case.name) for case in FAMILY_CASES if case.name in RECURRENT]
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("case", CASES, indirect=True, scope="session")]
 

@@ -113,6 +113,10 @@ _HYBRID = {
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e4}
 _SHORT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 
+_GRANITE_4 = {
+    **_LOCAL, "shared_intermediate_size": 48, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24,
+    "attention_multiplier": 0.3,
+}  # fmt: skip
 _NEMOTRON = {
     "head_dim": 16, "num_key_value_heads": 2, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
     "ssm_state_size": 24, "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
@@ -294,6 +298,24 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         },
         {**_LOCAL, "num_key_value_heads": 4, "attention_bias": True, "attention_multiplier": 0.3},
         {**_LOCAL, "num_key_value_heads": 1, "tie_word_embeddings": True, "logits_scaling": 0.5},
+    ),
+    "granitemoehybrid": (
+        {
+            **_GRANITE_4, "layers_block_type": ["linear_attention", "linear_attention", "full_attention"],
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+        {
+            **_GRANITE_4, "layers_block_type": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+            "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_conv_bias": False,
+            "position_embedding_type": "rope", "attention_bias": True, "attention_multiplier": 0.3,
+            "num_key_value_heads": 4,
+        },
+        {
+            **_GRANITE_4, "layers_block_type": ["full_attention", "linear_attention", "linear_attention"],
+            "mamba_n_groups": 4, "mamba_d_state": 16, "shared_intermediate_size": 32, "num_key_value_heads": 1,
+            "tie_word_embeddings": True, "logits_scaling": 0.5,
+        },
     ),
     "hy_v3": (
         _HY,

@@ -110,6 +110,17 @@ def _granite(config: Config, draw: Draw) -> None:
     config.update(attention_multiplier=draw.choice([0.1, 0.5]), logits_scaling=draw.choice([1.0, 8.0]))
 
 
+def _granite_hybrid(config: Config, draw: Draw) -> None:
+    _granite(config, draw)
+    kinds = [draw.choice(["mamba", "attention"]) for _ in range(config["num_hidden_layers"] - 1)]
+    head_dim, groups = draw.choice([4, 8, 16]), draw.choice([1, 2, 4])
+    num_heads = 2 * config["hidden_size"] // head_dim
+    config.update(layer_types=[*kinds, "attention"], mamba_n_heads=num_heads, mamba_d_head=head_dim)
+    config.update(mamba_n_groups=groups, mamba_d_state=draw.choice([4, 8, 16]), mamba_d_conv=draw.choice([2, 3, 4]))
+    config.update(mamba_conv_bias=draw.random() < 0.7, shared_intermediate_size=draw.choice([1, 33, 48]))
+    config["position_embedding_type"] = draw.choice([None, "nope", "rope"])
+
+
 def _minimax(config: Config, draw: Draw) -> None:
     _local(config, draw)
     config["rotary_dim"] = draw.choice(range(2, config["head_dim"] + 1, 2))
@@ -365,6 +376,7 @@ _KNOBS: dict[str, Callable[[Config, Draw], None]] = {
     "ernie4_5_moe": _ernie,
     "hunyuan_v1_moe": _hunyuan,
     "granitemoe": _granite,
+    "granitemoehybrid": _granite_hybrid,
     "mistral4": _mistral4,
     "bailing_moe_v2": _bailing,
     "hy_v3": _hy_v3,

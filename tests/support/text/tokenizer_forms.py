@@ -311,6 +311,14 @@ FORMS["step"] = replace(
     special=(*FORMS["deepseek"].special, "<|im_start|>", "<|im_end|>"),
     eos="<|im_end|>",
 )
+FORMS["granite-4"] = replace(
+    FORMS["granite"],
+    families=("granitemoehybrid",),
+    said="byte-level, three digits; no published file was read",
+    digits=False,
+    own_regex=False,
+    splits=(THREE_DIGITS,),
+)
 FORM_OF_FAMILY = {family: name for name, form in FORMS.items() for family in form.families}
 
 

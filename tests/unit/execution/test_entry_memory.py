@@ -23,7 +23,6 @@ SETTINGS = RunnerSettings(
     ReplaySettings(),
 )
 SPEC = spec_from_config(read_config("qwen3.5-35b-a3b"))
-NEMOTRON = spec_from_config(read_config("nemotron-3-nano-30b-a3b"))
 
 
 def laid_out(num_devices: int = 1, *, spec: ModelSpec = SPEC, **cache: object) -> ServedModel:
@@ -45,12 +44,28 @@ def test_an_entry_and_a_ring_take_the_bytes_of_their_formula_on_each_device(num_
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-def test_mamba2_takes_the_bytes_of_its_formula_on_each_device(num_devices: int):
-    """Twenty-three layers of 64 heads of 64 with states of 128, in 8 groups: 50 MB an entry, and 40 MB a ring."""
-    (sizes,) = laid_out(num_devices, spec=NEMOTRON).pool.entries
-    heads, groups, channels = 64 // num_devices, 8 // num_devices, (4096 + 2 * 8 * 128) // num_devices
-    assert sizes.entry_bytes == 23 * 4 * (heads * 128 * 64 + 3 * channels)
-    assert sizes.ring_bytes == 23 * 4 * (64 * (groups * 128 + heads * 64 + heads) + 16 * channels)
+@pytest.mark.parametrize(
+    ("model", "num_layers", "num_heads"), [("nemotron-3-nano-30b-a3b", 23, 64), ("nemotron-3-super-120b-a12b", 40, 128)]
+)
+def test_mamba2_takes_the_bytes_of_its_formula_on_each_device(
+    num_devices: int, model: str, num_layers: int, num_heads: int
+):
+    """Heads of 64 with states of 128, in 8 groups. For Nano, 50 MB an entry and 40 MB a ring; for Super 173 and 122."""
+    (sizes,) = laid_out(num_devices, spec=spec_from_config(read_config(model))).pool.entries
+    heads, groups = num_heads // num_devices, 8 // num_devices
+    channels = heads * 64 + 2 * groups * 128
+    assert sizes.entry_bytes == num_layers * 4 * (heads * 128 * 64 + 3 * channels)
+    assert sizes.ring_bytes == num_layers * 4 * (64 * (groups * 128 + heads * 64 + heads) + 16 * channels)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(("model", "num_layers"), [("kimi-linear-48b-a3b", 20), ("ling-3.0-flash", 35)])
+def test_kimi_delta_takes_the_bytes_of_its_formula_on_each_device(num_devices: int, model: str, num_layers: int):
+    """32 heads of 128 x 128 and a decay per element of a key. For Kimi-Linear, 45 MB an entry and 79 MB a ring."""
+    (sizes,) = laid_out(num_devices, spec=spec_from_config(read_config(model))).pool.entries
+    inner = 32 * 128 // num_devices
+    assert sizes.entry_bytes == num_layers * 4 * (inner * 128 + 3 * 3 * inner)
+    assert sizes.ring_bytes == num_layers * 4 * (64 * 3 * inner + 16 * 3 * inner)
 
 
 def test_entries_of_prefixes_take_their_share_beside_two_for_each_row():

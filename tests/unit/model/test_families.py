@@ -11,7 +11,8 @@ import pytest
 
 from rayserve_moe.kernels.reference.activations import ACTIVATIONS
 from rayserve_moe.kernels.reference.layers import SCORES
-from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, spec_from_config
+from rayserve_moe.model.draft_spec import prediction_spec
+from rayserve_moe.model.family_table import FAMILIES, prediction_rules_of, rules_of, spec_from_config
 from rayserve_moe.model.layers.attention import BlockIndex
 from rayserve_moe.model.layers.kimi_delta import KimiDelta
 from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RopeSpec, RouterSpec, UnsupportedModelError
@@ -108,6 +109,16 @@ KNOBS = {
     "hunyuan_v1_moe-1": {"mixer.rope.theta": 1e4 * 1000 ** (32 / 30)},
     "hunyuan_v1_moe-2": {"router.top_k": 3},
     "granitemoe-0": {"factors.embedding_multiplier": 3.0, "factors.logits_divisor": 2.0, "mixer.score_scale": 0.1},
+    "granitemoehybrid-0": {
+        "gqa.rope": None,
+        "mamba2.num_value_heads": 8,
+        "mamba2.num_key_heads": 1,
+        "mamba2.min_step": 0.0,
+        "experts.shared_size": 48,
+        "factors.residual_multiplier": 0.3,
+    },
+    "granitemoehybrid-1": {"gqa.rope.theta": 1e4, "mamba2.conv_bias": False, "mamba2.num_taps": 3, "gqa.bias": True},
+    "granitemoehybrid-2": {"mamba2.num_key_heads": 4, "mamba2.value_dim": 16, "factors.logits_divisor": 0.5},
     "hy_v3-0": {"dense": (0,), "mixer.qk_norm": "head", "mixer.rope.theta": 11158840.0, "router.scale": 2.826},
     "hy_v3-1": {"dense": (1,), "mixer.output_bias": True, "experts.shared_size": 64, "router.scale": 1.7},
     "dots1-0": {"dense": (0,), "mixer.qk_norm": "head", "router.renormalize": True, "windows": ()},
@@ -364,12 +375,58 @@ def test_the_prediction_layer_of_hy3_has_its_own_name_for_the_last_norm():
     assert rules["shared_up"] == "model.layers.3.mlp.shared_mlp.up_proj.weight"
 
 
+def test_the_prediction_layer_of_ling_3_has_its_own_name_for_the_last_norm():
+    rules = prediction_rules_of(config_of(next(case for case in FAMILY_CASES if case.name == "bailing_hybrid-0")))
+    assert rules["draft_norm"] == "model.layers.4.final_layernorm.weight"
+    assert rules["output_gate"] == "model.layers.4.attention.g_proj.weight"
+
+
+def test_outputs_of_delta_layers_of_ling_3_have_their_published_name_or_that_of_attention():
+    config = config_of(next(case for case in FAMILY_CASES if case.name == "bailing_hybrid-2"))
+    published, written = rules_of(config), "model.layers.0.attention.dense.weight"
+    assert published["kda_out"] == "model.layers.{layer}.attention.o_proj.weight"
+    names = {published[role].format(layer=layer, expert=0) for role, layer in (("expert_down", 0), ("dense_down", 1))}
+    assert rules_of(config, {*names, "model.layers.0.attention.o_proj.weight"}) == published
+    assert rules_of(config, {*names, written})["kda_out"].format(layer=0) == written
+
+
+PUBLISHED_LING_3 = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "gated_attention_proj_granularity_type": "head_wise",
+    "no_kda_lora": True,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "scoring_func": "sigmoid",
+    "expert_swiglu_limit_list": [4, 0, 0, 4],
+    "share_expert_swiglu_limit_list": [0, 0, 5, 7],
+}
+
+
+def test_published_ling_3_rotates_all_shared_elements_and_limits_its_activations():
+    """transformers ignores the limits. A prediction layer has none."""
+    found, plain = spec_of("bailing_hybrid-0", **PUBLISHED_LING_3), spec_of("bailing_hybrid-0")
+    assert [(layer.expert_limit, layer.mlp_limit) for layer in found.layers] == [(0, 0), (0, 0), (0, 5), (4, 7)]
+    assert replace(found, layers=plain.layers) == plain
+    assert prediction_spec(found) == prediction_spec(plain)
+
+
 def test_a_pattern_of_letters_is_the_list_of_types_in_either_spelling():
     types = {"linear_attention": "mamba", "full_attention": "attention"}
     case = next(case for case in FAMILY_CASES if case.name == "nemotron_h-0")
     old = [types.get(each, each) for each in case.config["layers_block_type"]]
     letters = {"layers_block_type": None, "hybrid_override_pattern": "MEM*EMEM*E", "num_hidden_layers": 4}
     assert spec_of(case.name, layers_block_type=old) == spec_of(case.name, **letters) == spec_of(case.name)
+
+
+def test_published_granite_4_is_read_by_its_own_keys():
+    published = {
+        "layers_block_type": None,
+        "layer_types": ["mamba", "mamba", "attention"],
+        "mamba_d_head": "auto",
+        "position_embedding_type": "nope",
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    }
+    assert spec_of("granitemoehybrid-0", **published) == spec_of("granitemoehybrid-0")
 
 
 def test_a_single_layer_has_its_experts():
@@ -653,6 +710,12 @@ REFUSED = {
     ),
     "growing states": ("bailing_hybrid-0", {"kda_lower_bound": 0.5}, "kda_lower_bound must be a negative number"),
     "rotated halves": ("bailing_hybrid-0", {"rope_interleave": False}, "rope_interleave = False"),
+    "gates of elements": (
+        "bailing_hybrid-0",
+        {"gated_attention_proj_granularity_type": "element_wise"},
+        "gated_attention_proj_granularity_type = 'element_wise' is not supported for bailing_hybrid",
+    ),
+    "decays in two products": ("bailing_hybrid-0", {"no_kda_lora": False}, "no_kda_lora = False is not supported"),
     "value heads": ("qwen3_next-0", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3 do not divide"),
     "long convolution": ("qwen3_5_moe_text-0", {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim = 9"),
     "layers of no letter": (
@@ -663,8 +726,14 @@ REFUSED = {
     "layers of no type": ("nemotron_h-0", {"layers_block_type": ["moe", 3]}, "layers_block_type must give each layer"),
     "no pattern": ("nemotron_h-0", {"layers_block_type": None}, "hybrid_override_pattern must give each layer"),
     "no attention": ("nemotron_h-0", {"layers_block_type": ["mamba", "moe"]}, "no layer with attention"),
-    "heads of no group": ("nemotron_h-0", {"n_groups": 3}, "mamba_num_heads = 4 do not divide over n_groups = 3"),
-    "taps of Mamba": ("nemotron_h-0", {"conv_kernel": 9}, "conv_kernel = 9 is not from 2 to 8"),
+    "heads of no group": ("nemotron_h-0", {"n_groups": 3}, "= 4 do not divide over n_groups, or mamba_n_groups, = 3"),
+    "no attention of Granite": (
+        "granitemoehybrid-0",
+        {"layers_block_type": ["mamba"] * 3},
+        "layer_types has no attention",
+    ),
+    "a step with a bound": ("granitemoehybrid-0", {"time_step_limit": [0.1, 1.0]}, r"time_step_limit = \[0.1, 1.0\]"),
+    "taps of Mamba": ("nemotron_h-0", {"conv_kernel": 9}, "conv_kernel, or mamba_d_conv, = 9 is not from 2 to 8"),
     "gated experts": ("nemotron_h-0", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu' is not supported"),
     "biased projections": ("nemotron_h-0", {"use_bias": True}, "use_bias = True is not supported for nemotron_h"),
     "plain output": ("qwen3_5_moe_text-0", {"attn_output_gate": False}, "attn_output_gate = False"),
@@ -810,6 +879,7 @@ OTHER_KEYS = {
     "mimo_v2_flash": ("hybrid_layer_pattern", "moe_layer_freq", "sliding_window_size", "swa_rope_theta"),
     "minimax_m3_vl_text": ("sparse_attention_config", "moe_layer_freq"),
     "nemotron_h": ("hybrid_override_pattern",),
+    "granitemoehybrid": ("time_step_limit", "position_embedding_type"),
     "step3p5": (
         *("attention_other_setting", "moe_layers_enum", "num_attention_groups", "partial_rotary_factors"),
         *("rope_scaling", "rope_theta", "share_expert_dims", "yarn_only_types"),

@@ -14,6 +14,7 @@ from rayserve_moe.model.families import glm4_moe_lite as glm4_moe_lite
 from rayserve_moe.model.families import glm_moe_dsa as glm_moe_dsa
 from rayserve_moe.model.families import gpt_oss as gpt_oss
 from rayserve_moe.model.families import granitemoe as granitemoe
+from rayserve_moe.model.families import granitemoehybrid as granitemoehybrid
 from rayserve_moe.model.families import hunyuan_v1_moe as hunyuan_v1_moe
 from rayserve_moe.model.families import hy_v3 as hy_v3
 from rayserve_moe.model.families import kimi_linear as kimi_linear

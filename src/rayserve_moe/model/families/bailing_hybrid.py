@@ -15,6 +15,7 @@ from rayserve_moe.model.config_parts import (
     hybrid_layers_of,
     latent_attention_of,
     outline_of,
+    with_limits,
 )
 from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import (
@@ -38,6 +39,8 @@ from rayserve_moe.model.tensor_names import (
 )
 
 ARCHITECTURE = "BailingHybridForCausalLM"
+OTHER_ARCHITECTURES = ("BailingMoeV3ForCausalLM",)
+"""The name in published files. transformers writes the first one."""
 
 _LAYER = "model.layers.{layer}."
 _ATTENTION = _LAYER + "attention."
@@ -48,13 +51,16 @@ CHECKPOINT_RULES = {
     **EXPERTS,
     **SHARED_EXPERTS,
     "embedding": "model.word_embeddings.weight",
-    **dict.fromkeys(("o", "kda_out"), _ATTENTION + "dense.weight"),
+    "o": _ATTENTION + "dense.weight",
     "o_bias": _ATTENTION + "dense.bias",
     "output_gate": _ATTENTION + "g_proj.weight",
     "kda_a": _ATTENTION + "f_proj.weight",
     "kda_z": _ATTENTION + "g_proj.weight",
     "selection_bias": _LAYER + "mlp.gate.expert_bias",
 }
+OTHER_RULES = (CHECKPOINT_RULES | {"kda_out": CHECKPOINT_RULES["o"]},)
+"""transformers writes the outputs of both mixers under one name."""
+PREDICTION_TENSORS = {"draft_norm": "final_layernorm.weight"}
 _SHARED_KEYS = {
     **KIMI_KEYS,
     "layer_group_size": "full_attention_interval",
@@ -73,13 +79,24 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
         "bailing_hybrid",
         hidden_act=("silu",),
         score_function=("sigmoid",),
+        scoring_func=("sigmoid",),
         moe_router_enable_expert_bias=(True,),
         rope_interleave=(True,),
         tie_word_embeddings=(False,),
+        gated_attention_proj_granularity_type=("head_wise",),
+        no_kda_lora=(True,),
+        use_mla_nope=(False,),
+        value_norm=(False,),
+        up_proj_norm=(False,),
+        scale_router_input=(False,),
     )
     layers = hybrid_layers_of(config, linear="kimi_delta", full="mla", dense=first_layers_dense(config, default=2))
+    layers = with_limits(layers, config, experts="expert_swiglu_limit_list", mlp="share_expert_swiglu_limit_list")
     kinds = {layer.mixer for layer in layers}
-    attention = latent_attention_of(config, rope=rope_of(config, "bailing_hybrid", theta=6e6, interleaved=True))
+    # `partial_rotary_factor` is the share of `head_dim` that `qk_rope_head_dim` is: all of these elements are rotated.
+    width = integer_of(config, "qk_rope_head_dim")
+    rope = rope_of(config, "bailing_hybrid", theta=6e6, rotary_dim=width, interleaved=True)
+    attention = latent_attention_of(config, rope=replace(rope, rotary_dim=None))
     delta = KimiDelta(
         num_heads=integer_of(config, "linear_num_heads", integer_of(config, "num_attention_heads")),
         head_dim=integer_of(config, "linear_head_dim", integer_of(config, "head_dim", 128)),

@@ -10,18 +10,14 @@ from rayserve_moe.model.config_rope import rope_of
 from rayserve_moe.model.config_values import flag_of, integer_of, number_of, refuse_other_values
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.spec import ExpertSpec, FactorSpec, ModelSpec, RouterSpec
-from rayserve_moe.model.tensor_names import ATTENTION, DECODER
+from rayserve_moe.model.tensor_names import ATTENTION, DECODER, GRANITE_EXPERTS
 
 ARCHITECTURE = "GraniteMoeForCausalLM"
 
-_MOE = "model.layers.{layer}.block_sparse_moe."
 CHECKPOINT_RULES = {
     **DECODER,
     **ATTENTION,
-    "router": _MOE + "router.layer.weight",
-    "expert_gate": _MOE + "input_linear.weight",
-    "expert_up": _MOE + "input_linear.weight",
-    "expert_down": _MOE + "output_linear.weight",
+    **GRANITE_EXPERTS,
 }
 
 

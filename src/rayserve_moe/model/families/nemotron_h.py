@@ -11,6 +11,7 @@ from rayserve_moe.model.config_values import count_of, flag_of, integer_of, numb
 from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.layers.mamba2 import Mamba2
 from rayserve_moe.model.spec import NO_PART, ExpertSpec, LayerSpec, ModelSpec, UnsupportedModelError
+from rayserve_moe.model.tensor_names import MAMBA2, moved
 
 ARCHITECTURE = "NemotronHForCausalLM"
 
@@ -22,14 +23,7 @@ CHECKPOINT_RULES = {
     "head": "lm_head.weight",
     **dict.fromkeys(("attention_norm", "mlp_norm"), _LAYER + "norm.weight"),
     **{part: f"{_MIXER}{part}_proj.weight" for part in "qkvo"},
-    "mamba_in": _MIXER + "in_proj.weight",
-    "mamba_conv": _MIXER + "conv1d.weight",
-    "mamba_conv_bias": _MIXER + "conv1d.bias",
-    "mamba_decay": _MIXER + "A_log",
-    "mamba_step_bias": _MIXER + "dt_bias",
-    "mamba_skip": _MIXER + "D",
-    "mamba_norm": _MIXER + "norm.weight",
-    "mamba_out": _MIXER + "out_proj.weight",
+    **moved(MAMBA2, "model.layers.{layer}.mamba.", _MIXER),
     "router": _MIXER + "gate.weight",
     "selection_bias": _MIXER + "gate.e_score_correction_bias",
     "latent_in": _MIXER + "fc1_latent_proj.weight",

@@ -15,10 +15,10 @@ from rayserve_moe.model.config_parts import (
     layers_of,
     outline_of,
     windows_of,
+    with_limits,
 )
 from rayserve_moe.model.config_rope import rope_of_type
 from rayserve_moe.model.config_values import (
-    amount_of,
     flag_of,
     integer_of,
     number_of,
@@ -28,7 +28,7 @@ from rayserve_moe.model.config_values import (
     text_config_of,
 )
 from rayserve_moe.model.layers.attention import GroupedAttention
-from rayserve_moe.model.spec import ExpertSpec, LayerSpec, ModelSpec, RouterSpec, UnsupportedModelError
+from rayserve_moe.model.spec import ExpertSpec, ModelSpec, RouterSpec, UnsupportedModelError
 from rayserve_moe.model.tensor_names import ATTENTION, DECODER, DENSE_MLP, SHARED_EXPERTS, moved
 
 ARCHITECTURE = "Step3p5ForCausalLM"
@@ -83,10 +83,11 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     )
     windows = windows_of(config, default=512, sliding=())
     layers = layers_of(config, "gqa", dense=first_layers_dense(config, default=3), windows=windows)
+    layers = with_limits(layers, config, experts="swiglu_limits", mlp="swiglu_limits_shared")
     return ModelSpec(
         family="step3p5",
         **outline_of(config, norm_eps=1e-5, max_positions=128000),
-        **attention_by_window(_limited(layers, config), *_attentions(config, {layer.window > 0 for layer in layers})),
+        **attention_by_window(layers, *_attentions(config, {layer.window > 0 for layer in layers})),
         dense_intermediate_size=integer_of(config, "intermediate_size", 11264),
         router=RouterSpec(
             num_experts=integer_of(config, "n_routed_experts", 288),
@@ -197,20 +198,3 @@ def _of_layer(config: Mapping[str, Any], key: str, layer: int, *, default: float
     if len(found) <= layer:
         raise UnsupportedModelError(f"config.json: {key} must give each layer a number, found {reprlib.repr(found)}")
     return found[layer]
-
-
-def _limited(layers: tuple[LayerSpec, ...], config: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
-    """Return the layers with the limits of their activations."""
-    limits = zip(*(_limits(config, key, len(layers)) for key in ("swiglu_limits", "swiglu_limits_shared")), strict=True)
-    return tuple(
-        replace(layer, expert_limit=of_experts if layer.ffn == "moe" else 0.0, mlp_limit=of_mlp)
-        for layer, (of_experts, of_mlp) in zip(layers, limits, strict=True)
-    )
-
-
-def _limits(config: Mapping[str, Any], key: str, num_layers: int) -> list[float]:
-    """Return the limit of each layer; null and 0 mean none."""
-    found = [0] * num_layers if config.get(key) is None else config[key]
-    if not isinstance(found, list) or len(found) < num_layers:
-        raise UnsupportedModelError(f"config.json: {key} must give each layer a limit, found {reprlib.repr(found)}")
-    return [amount_of({key: limit}, key) for limit in found[:num_layers]]

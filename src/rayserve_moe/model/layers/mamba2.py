@@ -55,9 +55,10 @@ class Mamba2:
     def unsupported_reason(self) -> str:
         """Return why the sizes do not fit each other; empty if they do."""
         if self.num_value_heads % self.num_key_heads:
-            return f"mamba_num_heads = {self.num_value_heads} do not divide over n_groups = {self.num_key_heads}"
+            heads = f"mamba_num_heads, or mamba_n_heads, = {self.num_value_heads}"
+            return f"{heads} do not divide over n_groups, or mamba_n_groups, = {self.num_key_heads}"
         if not 2 <= self.num_taps <= WINDOW_ROWS // 2:
-            return f"conv_kernel = {self.num_taps} is not from 2 to {WINDOW_ROWS // 2}"
+            return f"conv_kernel, or mamba_d_conv, = {self.num_taps} is not from 2 to {WINDOW_ROWS // 2}"
         return ""
 
     def divided_sizes(self, tensor_size: int) -> dict[str, int]:
