@@ -111,6 +111,7 @@ class GroupExecutor:
     def rebuild(self) -> None:
         self._clock.enter("ending")
         self._end_group()
+        self.sources.drop_waiting()
         try:
             report = self._start()
         except (RayError, TimeoutError, OSError, RuntimeError, ValueError) as error:

@@ -19,7 +19,17 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.open_shares import SharePlace
 from rayserve_moe.cluster.channel import KEY_BYTES, Address, Channel, connect_proven, wait_readable
 from rayserve_moe.cluster.fencing import HostProcess, end_processes
-from rayserve_moe.cluster.heartbeat import COMPILING, JOINING, LOADING, SERVING, STARTING, WARMING, Beat, read_beat
+from rayserve_moe.cluster.heartbeat import (
+    CHANGING,
+    COMPILING,
+    JOINING,
+    LOADING,
+    SERVING,
+    STARTING,
+    WARMING,
+    Beat,
+    read_beat,
+)
 from rayserve_moe.cluster.slice_placement import get
 from rayserve_moe.cluster.step_transport import (
     TRANSPORT_ERRORS,
@@ -222,7 +232,9 @@ def coordinate(num_hosts: int) -> tuple[Coordinator | None, str]:
 
 
 SILENCE_S, SILENCE_AT_START_S = 3.0, 30.0
-"""Maximum silence of a serving host, and of a starting host, whose compiling thread may block all others."""
+"""Maximum silence of a host that serves or changes weights, and of a starting host, whose compiling thread may block
+all others.
+"""
 MAX_BEAT_BYTES = 4096
 POLL_S = 0.25
 OWN_DELAY_S = 1.0
@@ -296,7 +308,7 @@ class HostWatch:
             beat = read_beat(channel.receive())
         except (OSError, EOFError, ValueError, TypeError):
             return f"the process of host {host_id} has ended"
-        self._silence_s[channel] = SILENCE_S if beat.phase == SERVING else SILENCE_AT_START_S
+        self._silence_s[channel] = SILENCE_S if beat.phase in (SERVING, CHANGING) else SILENCE_AT_START_S
         return self._complaint(host_id, beat)
 
     def _complaint(self, host_id: int, beat: Beat) -> str | None:

@@ -59,7 +59,12 @@ class WeightSources:
         self.keepers = WeightKeepers(self._keep_again, keeps_next=cluster.keep_next_weights)
         shares = self._keeps in ("auto", "before_swap")
         self.tensors = GroupTensors(
-            workers, timeout_s=timeout_s, on_finish=self.record_sent, on_keep=self.keep, shares=shares
+            workers,
+            timeout_s=timeout_s,
+            on_finish=self.record_sent,
+            on_keep=self.keep,
+            on_drop=self.drop_waiting,
+            shares=shares,
         )
         self.adapters = GroupAdapters(self.tensors)
 
@@ -102,6 +107,12 @@ class WeightSources:
     def record_sent(self, places: Sequence[SharePlace | None]) -> None:
         """Record that all hosts have staged sent weights, with the locations of their shares, if they share them."""
         self.waiting = GroupWeights(None, kept=self._kept(places))
+
+    def drop_waiting(self) -> None:
+        """Record that the waiting weights are dropped, and make keepers close their shares."""
+        waiting, self.waiting = self.waiting, GroupWeights()
+        if waiting.token not in ("", self.serving.token):
+            self.keepers.keep_only(self.serving.token)
 
     def keep(self) -> None:
         """Make keepers open the hosts' shares of the serving weights, if those were sent and are not kept yet.
@@ -190,7 +201,7 @@ class GroupTensors:
 
     `sent_bytes` counts the bytes sent to each host by all updates. `on_finish` is called once all hosts have laid out
     their weights, with the locations of their shares if `shares` (None for a host without). `on_keep` shares the
-    serving weights.
+    serving weights. `on_drop` is called once the hosts have dropped what they staged.
     """
 
     def __init__(
@@ -200,10 +211,11 @@ class GroupTensors:
         timeout_s: Callable[[], float],
         on_finish: Callable[[list[SharePlace | None]], None],
         on_keep: Callable[[], None],
+        on_drop: Callable[[], None],
         shares: bool,
     ) -> None:
         self._workers, self._timeout_s, self._shares = workers, timeout_s, shares
-        self._on_finish, self._on_keep = on_finish, on_keep
+        self._on_finish, self._on_keep, self._on_drop = on_finish, on_keep, on_drop
         self.sent_bytes: list[int] = []
 
     def begin(self, expert_of_slot: np.ndarray | None) -> None:
@@ -262,6 +274,7 @@ class GroupTensors:
     def drop(self) -> None:
         with suppress(RayError):  # A lost host is noticed by its steps.
             ray.get([worker.drop_staged.remote() for worker in self._workers()], timeout=DROP_TIMEOUT_S)
+        self._on_drop()
 
     def _wait(self) -> None:
         """Wait until every host has staged its part. Raises WeightsRefusedError if a host has refused it."""

@@ -124,10 +124,11 @@ class EngineLoop:
         """Queue a request and return its choices, for `abort`.
 
         `sink` receives the outputs after the `committed` outputs, in the engine thread, and must not block. A request
-        id may be reused once its request has ended.
+        id may be reused once its request has ended. A request with `committed` outputs is never rejected for capacity:
+        it has been checked before it was taken over, or it has just left its place here.
 
-        Raises: RequestError if the request cannot be served (UnknownAdapterError for its adapter), EngineBusyError if
-            too many requests are live, EngineRebuildingError, EngineStoppedError.
+        Raises: RequestError if the request cannot be served (UnknownAdapterError for its adapter), EngineStoppedError;
+            for a new request also EngineBusyError if too many are live, and EngineRebuildingError.
         """
         max_tokens = (self.start_report.num_pages - 1) * self._settings.cache.page_size  # page 0 holds padding
         check_request(request, self.card, max_tokens=max_tokens)
@@ -136,7 +137,8 @@ class EngineLoop:
             guides = guides_of(request, self.constraints, num_ids=self.card.vocab_size)
         with self._commands.lock:
             self._commands.check_open()
-            self.capacity.check()
+            if not committed:
+                self.capacity.check()
             request = keyed(self.control, request)
             if request.request_id in self._outputs:
                 raise RequestError("a request with this id is running", "rid")

@@ -46,14 +46,21 @@ def beating(phase: str = SERVING) -> Iterator[tuple[int, tuple[str, int]]]:
             process.kill()
 
 
-def test_an_end_is_noticed_at_once_and_silence_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("phase", [SERVING, CHANGING])
+def test_silence_is_noticed_after_a_while(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     monkeypatch.setattr(host_group, "SILENCE_S", 1.5)
+    monkeypatch.setattr(host_group, "SILENCE_AT_START_S", 10 * TIMEOUT_S)
     losses: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with beating() as (first, address), beating() as (second, other):
+    with beating() as (_, address), beating(phase) as (second, other):
         watch = HostWatch([address, other], key=KEY, on_loss=losses.put)
         assert watch.await_loss(0.7) is None
         os.kill(second, signal.SIGSTOP)
         assert losses.get(timeout=TIMEOUT_S) == "host 1 has been silent for 1.5 s" == watch.await_loss(TIMEOUT_S)
+
+
+def test_an_end_is_noticed_at_once_and_silence_of_a_host_that_compiles_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_group, "SILENCE_S", 1.5)
+    losses: queue.SimpleQueue[str] = queue.SimpleQueue()
     with beating(COMPILING) as (first, address), beating() as (_, other):
         watch = HostWatch([address, other], key=KEY, on_loss=losses.put)
         os.kill(first, signal.SIGSTOP)
@@ -69,11 +76,11 @@ def test_a_change_of_phase_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     """Until then the longer silence of the phase before would hold."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 10 * TIMEOUT_S)
     pulse = Heartbeat()
-    pulse.enter(CHANGING)
+    pulse.enter(COMPILING)
     address = pulse.listen(host="127.0.0.1", key=KEY, timeout_s=TIMEOUT_S)
     with connect_proven(address, key=KEY, deadline=time.monotonic() + TIMEOUT_S, max_frame_bytes=4096) as channel:
         channel.limit_silence(TIMEOUT_S)
-        assert read_beat(channel.receive()).phase == CHANGING
+        assert read_beat(channel.receive()).phase == COMPILING
         pulse.enter(SERVING, 3)
         while read_beat(channel.receive()).phase != SERVING:
             pass

@@ -179,6 +179,19 @@ def test_weights_that_serve_stay_on_offer_while_others_wait(monkeypatch: pytest.
     assert keepers.shares("a") == () and len(keepers.shares("b")) == 1
 
 
+def test_weights_that_waited_are_closed_once_they_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the client or by a loss: until then a copy of them takes memory beside what serves."""
+    monkeypatch.setattr(ray, "get", lambda places, timeout=0.0: places)
+    sources = WeightSources(list, ClusterSettings(), timeout_s=lambda: 1.0, on_change=lambda: None)
+    sources.keepers.actors = {"n": cast(ActorHandle, Keeper())}
+    serving, waiting = SharePlace("serving", 1, 2), SharePlace("waiting", 1, 3)
+    sources.serving = GroupWeights(None, kept=sources.keepers.keep(["n"], [serving]))
+    sources.waiting = GroupWeights(None, kept=sources.keepers.keep(["n"], [waiting]))
+    sources.tensors.drop()
+    assert sources.waiting.token == "" and sources.keepers.shares("waiting") == ()
+    assert [each.place for each in sources.keepers.shares("serving")] == [serving]
+
+
 def test_weights_are_there_on_disk_or_where_they_are_kept() -> None:
     kept = GroupWeights(None, kept=(SharePlace("a", 1, 2),))
     assert [each.is_there for each in (GroupWeights(), GroupWeights("/x"), GroupWeights(None), kept)] == [

@@ -153,6 +153,18 @@ def test_more_than_the_queue_holds_is_refused_until_there_is_room():
         assert run(loop, request("more")).read_all() == [FinishReason("length")]
 
 
+def test_a_request_that_was_taken_over_needs_no_free_place():
+    executor = CountingExecutor()
+    executor.may_step.clear()
+    with loop_over(executor, max_running_requests=1, max_waiting_requests=0) as loop:
+        first, resumed = run(loop, request("first")), Listener()
+        loop.submit(request("resumed"), resumed.receive, committed=[ChoiceResult(token_ids=[1])])
+        with pytest.raises(EngineBusyError, match="2 requests"):
+            loop.submit(request("new"), Listener().receive)
+        executor.may_step.set()
+        assert first.read_all() == resumed.read_all() == [FinishReason("length")]
+
+
 def test_an_id_is_in_use_until_its_request_ends():
     executor = CountingExecutor()
     executor.may_step.clear()
