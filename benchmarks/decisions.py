@@ -1,12 +1,9 @@
 """Decisions beside routing rows in the binary form, over HTTP, against rows alone on a server without them.
 
-    python -m benchmarks.decisions [--size small] [--repeats 6] [--out FILE.json]
+    python -m benchmarks.decisions [--size small] [--repeats 5] [--out FILE.json]
 
 Sides take turns, one call each per repeat, each time with another one first, on the same prompts and seeds; all must
 give the same ids. Servers cache no prefixes, so that every run computes its prompts.
-
-An engine that starts later in a process was measured up to a fifth faster. Repeats therefore alternate between two
-pairs of servers; the one without gates started first in one pair and last in the other.
 """
 
 from __future__ import annotations
@@ -59,18 +56,14 @@ def run_side(client: BlockingRolloutClient, prompts: list[list[int]], fields: di
 
 
 def compare(
-    pairs: list[dict[str, BlockingRolloutClient]], *, vocab_size: int, repeats: int, sizes: dict[str, int]
+    clients: dict[str, BlockingRolloutClient], *, vocab_size: int, repeats: int, sizes: dict[str, int]
 ) -> dict[str, list[Run]]:
-    """Run all sides in turn on one pair of servers after the other, after an uncounted round of each.
-
-    Returns the runs by side.
-    """
+    """Run all sides in turn, after an uncounted round; returns the runs by side."""
     runs: dict[str, list[Run]] = {name: [] for name in SIDES}
-    for repeat in range(-len(pairs), repeats):
-        clients = pairs[repeat % len(pairs)]
-        generator, ids = np.random.default_rng(repeat + len(pairs)), {}
+    for repeat in range(-1, repeats):
+        generator, ids = np.random.default_rng(repeat + 1), {}
         prompts = generator.integers(FIRST_PLAIN_ID, vocab_size, (sizes["num_prompts"], sizes["prompt_len"])).tolist()
-        for name in in_turn(list(SIDES), repeat + len(pairs)):
+        for name in in_turn(list(SIDES), repeat + 1):
             server, fields = SIDES[name]
             run, ids[name] = run_side(clients[server], prompts, fields, length=sizes["num_new_tokens"])
             runs[name].append(run)
@@ -78,7 +71,7 @@ def compare(
             raise RuntimeError(f"outputs of {', '.join(different)} differ from those of rows")
         ratios = (f"{name} {speed_ratio(runs[name][-1:], runs['rows'][-1:]).median:.3f}" for name in SIDES)
         note(f"{repeat + 1}/{repeats}: {', '.join(ratios)} of the speed of rows")
-    return {name: each[len(pairs) :] for name, each in runs.items()}
+    return {name: each[1:] for name, each in runs.items()}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -88,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS / "decisions.json")
     return parser.parse_args()
 
@@ -108,21 +101,21 @@ def main() -> None:
         "enable_return_routed_experts": True,
     }
     with ExitStack() as stack:
-        pairs: list[dict[str, BlockingRolloutClient]] = []
-        for order in ((WITHOUT, WITH), (WITH, WITHOUT)):
-            engines = {
-                name: stack.enter_context(Engine(str(path), enable_return_router_gates=name == WITH, **settings))
-                for name in order
-            }
-            pairs.append(
-                {
-                    name: stack.enter_context(BlockingRolloutClient(stack.enter_context(serving(engine))))
-                    for name, engine in engines.items()
-                }
-            )
-        runs = compare(pairs, vocab_size=engines[WITH].card.vocab_size, repeats=arguments.repeats, sizes=sizes)
+        engines = {
+            name: stack.enter_context(Engine(str(path), enable_return_router_gates=name == WITH, **settings))
+            for name in (WITHOUT, WITH)
+        }
+        clients = {
+            name: stack.enter_context(BlockingRolloutClient(stack.enter_context(serving(engine))))
+            for name, engine in engines.items()
+        }
+        described = {
+            name: conditions(engine, size=arguments.size, repeats=arguments.repeats, load_before=load_before)
+            for name, engine in engines.items()
+        }  # nothing is compiled any more
+        runs = compare(clients, vocab_size=engines[WITH].card.vocab_size, repeats=arguments.repeats, sizes=sizes)
         result = {
-            **conditions(engines[WITH], size=arguments.size, repeats=arguments.repeats, load_before=load_before),
+            **described[WITH],
             "decisions": {**sizes, "runs": runs},
         }
     save(result, arguments.out)

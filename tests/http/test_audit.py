@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from rayserve_moe.inprocess.engine import Engine
+from rayserve_moe.replay.audit import judge
 from rayserve_moe.replay.encoding import DIALECTS
 from rayserve_moe.replay.sketches import compare_sketches
 from rayserve_moe.requests.records import RoutedExperts
 from rayserve_moe.rollouts.alignment import decode_answer
+from rayserve_moe.serving.api.routes import audit
 from tests.support.engine.shared_settings import ONE_ROW
 from tests.support.serving.http_client import GENERATE, ask, check_error
 
@@ -218,6 +221,18 @@ def test_sketches_find_the_layer_where_passes_part(http, layout, two):
     assert found.first == (ROW, layout.layer_ids[LAYER] + 1)
     with pytest.raises(ValueError, match="shapes"):
         compare_sketches(right, wrong[1:])
+
+
+def test_verdicts_are_reached_beside_the_event_loop(http, layout, two, monkeypatch):
+    threads: list[str] = []
+
+    def judged(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return judge(*arguments, **options)
+
+    monkeypatch.setattr(audit, "judge", judged)
+    audited(http, [body_of(layout, each) for each in two])
+    assert len(threads) == 2 and all(name.startswith("encode") for name in threads)
 
 
 def test_what_is_no_trajectory_is_refused(http, layout, two):

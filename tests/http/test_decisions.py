@@ -180,12 +180,15 @@ def test_an_audit_takes_gates_and_finds_other_ones(client):
     }
     halved = gates.copy()
     halved[len(PROMPT) + 2] *= 0.5
-    samples = [{**sample, "forced_router_gates": encoded(each)} for each in (gates, halved)]
-    right, wrong = ask(client, "/audit", samples=[*samples], logprob_tolerance=1e-3)["samples"]
+    samples = [{**sample, "forced_router_gates": encoded(each)} for each in (gates, halved, -gates)]
+    right, wrong, negated = ask(client, "/audit", samples=[*samples], logprob_tolerance=1e-3)["samples"]
     assert (right["verdict"], right["first_logprob"]) == ("right", None)
     assert (wrong["verdict"], wrong["first_logprob"]) == ("wrong log-probs", len(PROMPT) + 3)
-    error = check_error(client.post("/audit", json={"samples": [{**sample, "forced_router_gates": "%"}]}), 400)
-    assert error["param"] == "samples"
+    assert negated["verdict"] == "wrong gates"
+    for wrong_gates, status in (("%", 400), (encoded(np.full_like(gates, 3e38)), 422)):
+        body = {"samples": [samples[0], {**sample, "forced_router_gates": wrong_gates}]}
+        error = check_error(client.post("/audit", json=body), status)
+        assert error["param"] == "samples" and error["message"].startswith("`samples[1]`")
 
 
 @pytest.mark.parametrize("kind", [ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE])

@@ -110,13 +110,19 @@ def test_forced_gates_give_the_log_probs_of_the_run_and_others_do_not(engine: En
     [
         (np.ones((5, 1, 2), np.float32), "must hold floats of shape"),
         ("AAAA", "must hold float32 of shape"),
-        (np.full((4, 2, 4), np.nan, np.float32), "must hold"),
     ],
 )
 def test_gates_that_do_not_fit_are_refused(engine: Engine, answers: list[dict], forced: Any, message: str):
     with pytest.raises(RequestError, match=message) as refused:
         scored(engine, answers, [forced, None, None])
     assert refused.value.param == "forced_router_gates"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
+def test_gates_that_are_not_finite_in_float32_are_refused(engine: Engine, answers: list[dict], value: float):
+    gates = np.full(extract_router_gates_from_meta_info(answers[0]).shape, value)
+    with pytest.raises(RequestError, match="must hold finite numbers"):
+        scored(engine, answers, [gates, None, None])
 
 
 def test_gates_need_experts(engine: Engine, answers: list[dict]):

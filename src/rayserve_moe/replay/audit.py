@@ -15,8 +15,8 @@ import numpy as np
 
 RIGHT, NUMERICS_ONLY = "right", "numerics only"
 SHIFTED_ROWS, WRONG_ROWS, WRONG_VERSION = "shifted rows", "wrong rows", "wrong version"
-WRONG_MASK, WRONG_LOGPROBS = "wrong mask", "wrong log-probs"
-VERDICTS = (RIGHT, NUMERICS_ONLY, WRONG_LOGPROBS, WRONG_MASK, WRONG_ROWS, SHIFTED_ROWS, WRONG_VERSION)
+WRONG_MASK, WRONG_LOGPROBS, WRONG_GATES = "wrong mask", "wrong log-probs", "wrong gates"
+VERDICTS = (RIGHT, NUMERICS_ONLY, WRONG_LOGPROBS, WRONG_MASK, WRONG_GATES, WRONG_ROWS, SHIFTED_ROWS, WRONG_VERSION)
 """Verdicts from the mildest to the most severe."""
 PASSING = frozenset({RIGHT, NUMERICS_ONLY})
 MAX_PLACES = 256
@@ -56,6 +56,8 @@ class Claim:
     """Log-probs of the outputs at temperature 1, float [O]; None if they are not audited."""
     masks: Sequence[Sequence[int]] | None = None
     """Ids that each output was sampled from; an empty entry is no mask."""
+    has_gates: bool = False
+    """True if the pass under the claimed rows also has their claimed gates."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ def judge(
                 tolerances=tolerances,
             )
         )
+        if verdict == WRONG_ROWS and claim.has_gates and not _differs(claim.rows, free.native)[first]:
+            verdict = WRONG_GATES  # the rows are the server's own without them
     elif first_mask is not None:
         verdict = WRONG_MASK
     elif is_far_O.any():

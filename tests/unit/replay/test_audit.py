@@ -77,6 +77,19 @@ def test_wrong_rows_and_other_weights_differ_by_the_free_log_probs():
     assert verdict_of(wrong, under(wrong, one_off), one_off) == "wrong rows"
 
 
+def test_wrong_gates_differ_from_wrong_rows_by_the_free_rows():
+    """The layer behind wrong gates chooses other experts than the claimed ones, which are the server's own."""
+    claim, free = drawn()
+    native, margins = free.native.copy(), free.margins.copy()
+    native[5:, 1:], margins[5:, 1:] = drawn(1)[1].native[5:, 1:], 2.0
+    forced = replace(free, native=native, margins=margins)
+    assert verdict_of(replace(claim, has_gates=True), forced, free) == "wrong gates"
+    assert verdict_of(claim, forced, free) == "wrong rows"
+    rows = claim.rows.copy()
+    rows[5, 1] = drawn(2)[0].rows[5, 1]
+    assert verdict_of(replace(claim, rows=rows, has_gates=True), forced, free) == "wrong rows"
+
+
 def test_without_log_probs_ranks_tell_other_weights():
     claim, free = drawn()
     wrong = replace(claim, rows=drawn(1)[0].rows, logprobs=None)

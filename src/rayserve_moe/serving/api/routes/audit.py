@@ -151,6 +151,7 @@ def _claim_of(sample: AuditSample, card: ModelCard) -> tuple[Claim, RoutedExpert
         sample.prompt_len,
         logprobs=None if sample.logprobs is None else np.asarray(sample.logprobs),
         masks=sample.sampling_mask,
+        has_gates=rows.gates is not None,
     )
     return claim, rows
 
@@ -169,16 +170,21 @@ def _request(claim: Claim, routing: RoutedExperts | None) -> GenerationRequest:
 
 async def _pass(state: ApiState, requests: Sequence[GenerationRequest], places: Iterable[int]) -> list[ChoiceResult]:
     """Compute the requests of the samples at `places` at the same time."""
-    opened: list[RequestStreams] = []
+    opened: list[tuple[int, RequestStreams]] = []
     try:
         for place, request in zip(places, requests, strict=True):
             with _named(place):
-                opened.append(await open_streams(state, [request], param_names=_PARAM_NAMES))
-        results = await asyncio.gather(*(streams.results() for streams in opened))
+                opened.append((place, await open_streams(state, [request], param_names=_PARAM_NAMES)))
+        return await asyncio.gather(*(_result(place, streams) for place, streams in opened))
     finally:
-        for streams in opened:
+        for _, streams in opened:
             streams.close()
-    return [result for (result,) in results]
+
+
+async def _result(place: int, streams: RequestStreams) -> ChoiceResult:
+    with _named(place):
+        (result,) = await streams.results()
+    return result
 
 
 def _scored(result: ChoiceResult) -> Scored:
@@ -229,6 +235,7 @@ def _named(place: int) -> Generator[None]:
     except ValueError as error:
         raise ApiError(400, f"`samples[{place}]`: {error}", param="samples") from error
     except ApiError as error:
-        if error.status != 400:
+        if error.status not in (400, 422):
             raise
-        raise ApiError(400, f"`samples[{place}]`: {error.message}", param="samples") from error
+        message = f"`samples[{place}]`: {error.message}"
+        raise ApiError(error.status, message, param="samples", code=error.code) from error
