@@ -2,10 +2,14 @@
 
     python -m benchmarks.agent_sessions [--loads agents,subagents,rollouts] [--model qwen3-30b-a3b]
         [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
+    python -m benchmarks.agent_sessions --host-pages [--ratios 0.5,1.1,3.3,10]
 
 Simulated time, as in `benchmarks.fleet_simulation`, on one replica. All sessions begin within 30 s, and tools take 4 s
 between two turns. `arrival` admits waiting requests in order of arrival; `cached` is the product's order. The last rows
 of a load have a third of the pages.
+
+`--host-pages` compares agents' sessions without and with a cache of evicted pages in host memory, whose copies pass one
+after the other at a rate: that of a thread, or that of the links of all chips.
 """
 
 from __future__ import annotations
@@ -23,9 +27,9 @@ import numpy as np
 
 from benchmarks.conditions import RESULTS, load_before_start, machine_facts, note, save
 from benchmarks.fleet_simulation import LIMITS
-from benchmarks.fleet_table import agent_sessions
+from benchmarks.fleet_table import agent_sessions, host_pages
 from benchmarks.simulation.fleet import Seen, simulate
-from benchmarks.simulation.replica import SimulatedReplica
+from benchmarks.simulation.replica import HostMemory, SimulatedReplica
 from benchmarks.simulation.slices import slice_replica
 from benchmarks.simulation.workloads import SHAPES, Conversation, Span, conversation_at
 from rayserve_moe.scheduling import scheduler
@@ -69,6 +73,12 @@ LOADS = {
     "rollouts": Load((24, 72, 256), group=8),
 }
 """`subagents` are called in 44 % of sessions, as vLLM publishes of its load AgentX; `rollouts` are groups of eight."""
+HOST_BYTES = 512 << 30
+"""Of the 1,536 GiB that a host of v6e has (docs.cloud.google.com/tpu/docs/v6e)."""
+COPY_RATES = {"thread": 10e9, "links": 8 * 31.5e9}
+"""Bytes per second of a host: copies of one thread, and links of 8 chips by PCIe Gen5 (same page), 8 lanes assumed."""
+RATIOS = {0.5: (37, 1), 1.1: (81, 1), 3.3: (250, 1), 10.0: (250, 3)}
+"""Sessions of a ratio of their tokens to the pool, and the part of the pages that there are."""
 TURNS = 20.0
 """Mean of the geometric number of a session's turns, before sessions are cut at the context."""
 CALLED, CALLED_TURNS = 2, 5.0
@@ -133,6 +143,31 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"replica": f"{arguments.model} on {arguments.topology}", "rows": rows}
 
 
+def run_with_host_pages(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Simulate agents' sessions without and with evicted pages in host memory, the same sessions for each ratio."""
+    sizes = {"page_size": LIMITS.page_size, "longest": LIMITS.max_tokens - 1}
+    found = slice_replica(arguments.model, arguments.topology, num_data_ranks=arguments.data_ranks, **sizes)
+    num_hosted = int(HOST_BYTES / found.page_bytes / found.num_data_ranks)
+    rates = {name: HostMemory(num_hosted, found.page_bytes / rate) for name, rate in COPY_RATES.items()}
+    rows = []
+    for ratio in arguments.ratios:
+        count, part = RATIOS[ratio]
+        limits = replace(LIMITS, num_data_ranks=found.num_data_ranks, num_pages=found.num_pages // part)
+        roots = list(sessions(LOADS["agents"], count, seed=arguments.seed))
+        for name, host in {"none": None, **rates}.items():
+            replica = SimulatedReplica(limits, found.steps, host=host)
+            how = {"num_replicas": 1, "request_s": found.steps.request_s, "seed": arguments.seed}
+            seen = simulate("round robin", partial(_given, replica), roots, **how)
+            counts = {key: value for key, value in replica.cycle.statistics().items() if key.startswith("host_pages")}
+            rows.append({"ratio": ratio, "sessions": count, "copies": name, **figures(seen, roots=roots), **counts})
+            note(f"{ratio}, {name}: {rows[-1]['session_mean_s']:.0f} s each")
+    return {"replica": f"{arguments.model} on {arguments.topology}", "num_hosted": num_hosted, "rows": rows}
+
+
+def _given(replica: SimulatedReplica) -> SimulatedReplica:
+    return replica
+
+
 def main() -> None:
     """Simulate, write the result file, print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -141,11 +176,22 @@ def main() -> None:
     parser.add_argument("--topology", default="v6e:2x4")
     parser.add_argument("--data-ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "agent_sessions.json")
+    parser.add_argument("--host-pages", action="store_true")
+    parser.add_argument("--ratios", type=lambda text: [float(part) for part in text.split(",")], default=list(RATIOS))
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     load_before = load_before_start()
+    if arguments.host_pages:
+        measured = run_with_host_pages(arguments)
+        facts = machine_facts(load_before)
+        save({"host_pages_machine": facts, "host_pages": measured}, arguments.out or RESULTS / "host_pages.json")
+        print(host_pages(measured))
+        return
     measured = run(arguments)
-    save({"sessions_machine": machine_facts(load_before), "agent_sessions": measured}, arguments.out)
+    save(
+        {"sessions_machine": machine_facts(load_before), "agent_sessions": measured},
+        arguments.out or RESULTS / "agent_sessions.json",
+    )
     print(agent_sessions(measured))
 
 

@@ -34,6 +34,7 @@ from benchmarks.fleet_table import (
     fleet_routing,
     fleet_simulation,
     fleet_validation,
+    host_pages,
     router_time,
     session_hints,
 )
@@ -320,6 +321,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "fleet_routing": fleet_routing,
     "agent_sessions": agent_sessions,
     "session_hints": session_hints,
+    "host_pages": host_pages,
     "fleet_simulation": fleet_simulation,
     "fleet_validation": fleet_validation,
     "router_time": router_time,

@@ -31,6 +31,8 @@ class SliceReplica:
     steps: EstimatedSteps
     num_data_ranks: int
     num_pages: int
+    page_bytes: float = 0.0
+    """Bytes of a page of a data rank, on all of its devices."""
 
 
 def slice_replica(name: str, topology: str, *, num_data_ranks: int, page_size: int, longest: int) -> SliceReplica:
@@ -47,6 +49,6 @@ def slice_replica(name: str, topology: str, *, num_data_ranks: int, page_size: i
     model = model_config(spec, plan, experts=ExpertSettings())
     free = (chip_of(topology).device_capacity - found.weights_gb * 1e9) * MEM_FRACTION
     page_bytes = row_bytes(model, longest, kv_dtype="bfloat16") * page_size / longest
-    return SliceReplica(
-        EstimatedSteps(model, topology=topology, imbalance=found.imbalance), num_data_ranks, int(free / page_bytes)
-    )
+    steps = EstimatedSteps(model, topology=topology, imbalance=found.imbalance)
+    of_rank = page_bytes * len(devices) / num_data_ranks
+    return SliceReplica(steps, num_data_ranks, int(free / page_bytes), of_rank)

@@ -42,7 +42,7 @@ def scheduler_statistics(scheduler: Scheduler) -> dict[str, float]:
     ranks, running = scheduler.open_ranks, scheduler.running
     return {
         "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
-        "pages_free": float(sum(rank.num_available for rank in ranks)),
+        "pages_free": float(sum(rank.num_available + rank.num_arriving for rank in ranks)),
         "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
         "requests_running": float(len(running)),
         "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),

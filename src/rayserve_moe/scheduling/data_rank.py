@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rayserve_moe.scheduling.eviction_order import CachedPrefix
+from rayserve_moe.scheduling.host_pages import HostPages, HostSizes, Pools
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import PrefixTree
 from rayserve_moe.scheduling.row_table import RowTable
@@ -54,12 +55,19 @@ class DataRank:
         self.prefilling: list[Sequence] = []
         """Running sequences whose known tokens are not all computed; the others decode."""
         self._decoding: np.ndarray | None = None
+        self.host: HostPages | None = None
+        """Evicted pages in host memory; None without such a cache."""
         self._num_flushes = 0
 
     @property
     def num_available(self) -> int:
         """Return the number of pages that are free, or cached and not in use."""
         return self.allocator.num_free + self.tree.num_evictable
+
+    @property
+    def num_arriving(self) -> int:
+        """Return the number of pages that are being restored from host memory."""
+        return 0 if self.host is None else len(self.host.arriving)
 
     @property
     def decoding_rows(self) -> np.ndarray:
@@ -78,6 +86,35 @@ class DataRank:
         are_usable = np.all([state.usable_after(page_ids) for state in self.states], axis=0)
         return int(np.flatnonzero(are_usable)[-1]) * self.table.page_size
 
+    def keep_evicted(self, sizes: HostSizes) -> HostPages:
+        """Keep evicted pages in host memory from now on."""
+        num_entry_groups = len(self._entry_groups)
+        first_entry = len(self.states) - num_entry_groups
+
+        def places_of(page: int) -> list[int]:
+            tables = [int(page_of[page]) for page_of in self.page_maps] or [page]
+            page_ids = np.array([page])
+            return [*tables, *(int(state.places(page_ids)[0]) for state in self.states[first_entry:])]
+
+        pools = Pools(
+            self.index,
+            self.allocator,
+            self.tree,
+            self.states,
+            places_of=places_of,
+            take_pages=self.take_pages,
+            reusable_tokens=self._reusable_tokens,
+        )
+        self.host = HostPages(pools, sizes, num_entry_groups=num_entry_groups)
+        return self.host
+
+    def num_found(self, sequence: Sequence) -> int:
+        """Return `num_cached`, and the tokens after them that host memory has."""
+        num_cached = self.num_cached(sequence)
+        if self.host is None or not self.host.num_pages:
+            return num_cached
+        return max(num_cached, self.host.num_found(sequence))
+
     def lock_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Find the cached prefix of a waiting sequence, and keep it from being evicted."""
         token_ids = self._reusable_tokens(sequence)
@@ -94,6 +131,8 @@ class DataRank:
         row = self.free_rows.pop()
         self.table.take(row, sequence)
         sequence.data_rank, cache = self.index, sequence.cache
+        if self.host is not None:
+            self.host.record_left(sequence)
         cache.prefix, cache.num_flushes = prefix, self._num_flushes
         if cache.owner is not None and sequence.choice_index == 0:
             self.tree.order.supersede(prefix, cache.owner)
@@ -164,13 +203,18 @@ class DataRank:
 
     def flush(self) -> None:
         """Flush the prefix cache; running sequences keep their pages."""
+        if self.host is not None:
+            self.host.clear()
         self.tree.clear()
         self._num_flushes += 1
 
     def check_integrity(self) -> None:
         """Assert that pages, prefixes, rows and states of this rank add up against an independent count."""
         self.tree.check_integrity()
-        self.allocator.check_integrity([*(s.pages for s in self.running), self.tree.held_page_ids()])
+        if self.host is not None:
+            self.host.check_integrity()
+        arriving = [] if self.host is None else self.host.arriving
+        self.allocator.check_integrity([*(s.pages for s in self.running), self.tree.held_page_ids(), arriving])
         num_unshared = int((self.allocator.references(self.tree.held_page_ids()) == 1).sum())
         assert self.tree.num_evictable <= num_unshared, "pages in use are taken for evictable ones"
         is_allocated = self.allocator.references(np.arange(self.allocator.num_pages)) > 0

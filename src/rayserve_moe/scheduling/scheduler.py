@@ -78,6 +78,8 @@ class Scheduler:
         self.on_preemption: Callable[[Preemption], object] = _ignore
         """Called with every preemption, before its pages are released."""
         self.page_events: PageEvents | None = None
+        self._delayed = set[Sequence]()
+        """Waiting sequences whose pages are being restored."""
         self.num_preemptions = self._next_step_id = 0
 
     @property
@@ -116,6 +118,10 @@ class Scheduler:
         """
         num_preemptions, limits, defers = self.num_preemptions, self._limits, draft is not None
         steps = [RankStep(r, limits=limits, preempt=self.preempt, defers_decoding=defers) for r in self.open_ranks]
+        self._delayed.clear()
+        for rank in self.ranks:
+            if rank.host is not None:
+                rank.host.arrive()
         for step in steps:
             step.add_running()
         if self.num_preemptions == num_preemptions:
@@ -225,13 +231,15 @@ class Scheduler:
             return False
 
         def cached_tokens(sequence: Sequence) -> int:
-            ranks = [step.rank for step in open_steps if self._takes_adapter(sequence, step.rank)]
-            return max((rank.num_cached(sequence) for rank in ranks), default=-1)
+            ranks = [step.rank for step in open_steps if self._may_take(sequence, step.rank)]
+            return max((rank.num_found(sequence) for rank in ranks), default=-1)
 
         place = next_to_admit(self.waiting, cached_tokens=cached_tokens)
         sequence = self.waiting[place]
-        taking = [step for step in open_steps if self._takes_adapter(sequence, step.rank)]
-        for step in sorted(taking, key=lambda s: (-s.rank.num_cached(sequence), len(s.rank.running))):
+        taking = [step for step in open_steps if self._may_take(sequence, step.rank)]
+        for step in sorted(taking, key=lambda s: (-s.rank.num_found(sequence), len(s.rank.running))):
+            if self._delays(sequence, step.rank):
+                return True
             if step.admit(sequence):
                 if step.has_followers:
                     fork_followers(step, page_size=self._limits.page_size)
@@ -285,8 +293,17 @@ class Scheduler:
             prompt = tree.match(cache.namespace, leader.request.prompt_ids, owner=cache.owner)
             tree.order.unprotect(prompt, until=until)
 
-    def _takes_adapter(self, sequence: Sequence, rank: DataRank) -> bool:
-        """Return True if steps of a rank have a place for the adapter of a sequence beside those that run."""
+    def _delays(self, sequence: Sequence, rank: DataRank) -> bool:
+        """Return True if a sequence waits for pages that are being restored on a rank."""
+        if rank.host is None or not rank.host.delays(sequence):
+            return False
+        self._delayed.add(sequence)
+        return True
+
+    def _may_take(self, sequence: Sequence, rank: DataRank) -> bool:
+        """Return True if a sequence waits for no pages, and steps of a rank have a place for its adapter."""
+        if sequence in self._delayed:
+            return False
         key = sequence.request.adapter
         if not key:
             return True

@@ -139,6 +139,8 @@ class CacheState:
     """Positions, ascending, whose state entries are kept for other sequences."""
     owner: str | None = None
     """Session that owns the pages it computes; None if sessions have no effect on eviction."""
+    page_names: list[bytes] = field(default_factory=list)
+    """Names of the whole pages of its known tokens, if they were looked up in host memory (`host_pages`)."""
     origins: tuple[tuple[int, int, str], ...] = ()
     """Ranges `(from, to, "cached" or "recomputed")` of positions that were found cached or recomputed.
 

@@ -38,6 +38,7 @@ from rayserve_moe.scheduling.token_probe import TokenProbe
 from rayserve_moe.state.groups import EntryGroup, PageGroup
 
 LAST_SAMPLED = -1
+NO_SLOT = -1
 DRAFTED = AWAITED = -2
 
 MAX_FORCED_CHOICES = 256
@@ -195,6 +196,21 @@ class AdapterWork:
     """Places, with the key of the adapter that each receives."""
 
 
+@dataclass(frozen=True)
+class PageMoves:
+    """Copies of pages between devices and host memory, which every host makes of its share.
+
+    A copy is a data rank, a slot of host memory, the slot of its entries or NO_SLOT, then the page in every page table
+    and the entry in every entry group, 0 for none. Pages are offloaded before the step, which may overwrite them.
+    Restored pages are there before the next step.
+    """
+
+    offloads: np.ndarray
+    """int32 [N, 3 + tables + entry groups]."""
+    restores: np.ndarray
+    """Likewise."""
+
+
 NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK, NO_CHUNKS = PageTableChanges(), RowSampling(), BlockWork(), Chunks()
 
 
@@ -232,6 +248,8 @@ class StepPlan:
     """Tokens to probe after the step."""
     adapters: AdapterWork | None = None
     """Adapters of the chunks; None if no chunk has one."""
+    moves: PageMoves | None = None
+    """Copies of pages; None without any. Also in a plan without chunks."""
 
     @property
     def has_blocks(self) -> bool:
@@ -288,6 +306,10 @@ class StepResult:
     """Drafts of a draft model for every row that has sampled, int32 [rows, max drafts], if requested."""
     draft_s: float = 0.0
     """Seconds of waiting for the drafts after the step."""
+    moved_pages: int = 0
+    """Pages that the devices of the host of rank 0 have copied since the result before, each counted by device."""
+    move_s: float = 0.0
+    """Seconds that these copies took, added up over the devices."""
 
     @property
     def finite(self) -> np.ndarray:
@@ -325,6 +347,10 @@ class StartReport:
     """Placement of the experts; None for their own order."""
     kernels: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Chosen kernel by operation, with the reasons against the ones preferred to it."""
+    host_pages: int = 0
+    """Pages of a data rank that host memory holds; 0 without such a cache."""
+    host_entries: int = 0
+    """Entries beside them."""
 
     def __str__(self) -> str:
         windowed = "".join(
@@ -339,7 +365,7 @@ class StartReport:
     def statistics(self) -> dict[str, float]:
         """Return the numbers of the report as `start_<field>`, without pages and expert counts."""
         numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
-        left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts")
+        left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts", "host_pages", "host_entries")
         return {f"start_{name}": float(value) for name, value in numbers.items() if name not in left_out}
 
 

@@ -43,6 +43,8 @@ class EntryState:
         self._free = list(range(group.num_entries - 1, NO_ENTRY, -1))
         self._idle: dict[int, None] = {}
         """Entries of pages without users or owner, least recently used first."""
+        self._restored: dict[int, int] = {}
+        """Entries on their way from elsewhere, by page."""
         self._own = np.full(num_rows, NOT_IN_USE, np.int64)
         self._source = np.full(num_rows, NOT_IN_USE, np.int64)
         """The entry that holds the state after `_base` tokens of each row; may be its own."""
@@ -59,7 +61,33 @@ class EntryState:
 
     def usable_after(self, page_ids: np.ndarray) -> np.ndarray:
         """Return whether an entry stands after the first 0, 1 ... n of `page_ids` [n], bool [n + 1]; True for 0."""
-        return np.concatenate([[True], self.entry_of[page_ids] != NO_ENTRY])
+        return self.usable_with(self.entry_of[page_ids] != NO_ENTRY)
+
+    def usable_with(self, are_held: np.ndarray) -> np.ndarray:
+        """Return `usable_after` for pages with an entry or without, bool [n]."""
+        return np.concatenate([[True], are_held])
+
+    def first_needed(self, num_pages: int) -> int:
+        """Return the index of the last page: a row starts from the entry after it."""
+        return num_pages - 1
+
+    def places(self, page_ids: np.ndarray) -> np.ndarray:
+        """Return the entry after each of `page_ids` [n], int32; NO_ENTRY for none."""
+        return self.entry_of[page_ids]
+
+    def restore(self, page: int, *, is_held: bool) -> None:
+        """Attach an entry to a page if it is held and rows can do without another."""
+        if is_held and len(self._restored) < self._num_entries - 1 - 2 * len(self._own):
+            entry = self._allocate()
+            self._are_owned[entry] = False
+            self._attach(entry, page)
+            self._restored[page] = entry
+
+    def end_restore(self, page_ids: np.ndarray) -> None:
+        """Let the entries of restored pages [n] wait for a prefix to be found."""
+        for page in page_ids.tolist():
+            if (entry := self._restored.pop(page, None)) is not None:
+                self._settle(entry)
 
     def enter(self, row: int, page_ids: np.ndarray, *, position: int, kept: tuple[int, ...] = ()) -> None:
         """Start a row from the entry at `position`; the states after `kept` tokens shall be found by others."""
@@ -139,7 +167,7 @@ class EntryState:
         assert np.array_equal(self._page_of[attached], pages), "an entry belongs to another page"
         assert np.count_nonzero(self._page_of != NOT_IN_USE) == len(pages), "an entry belongs to two pages"
         assert is_allocated[pages].all(), "an entry stands behind a free page"
-        held = {*own.tolist(), *np.flatnonzero(users).tolist()}
+        held = {*own.tolist(), *np.flatnonzero(users).tolist(), *self._restored.values()}
         assert set(self._idle) == set(attached.tolist()) - held, "idle entries are miscounted"
         assert not set(own.tolist()) & set(attached.tolist()), "a row writes an entry of a page"
         assert sorted([*self._free, *(held | set(attached.tolist()))]) == list(range(1, self._num_entries)), "lost"

@@ -31,19 +31,48 @@ class PagedState:
         self._num_users = np.zeros(num_rank_pages, np.int32)
         self._free = list(range(num_pages - 1, 0, -1))
         self._idle: dict[int, None] = {}  # pages of the rank without users, least recently used first
+        self._restored = set[int]()
+        """Pages of the rank whose data is on its way from elsewhere."""
         self._first_seen = np.full(num_rows, NOT_IN_USE)  # by row: index of the first page that it uses
 
     @property
     def num_in_use(self) -> int:
         """Pages that some running sequence sees or will see."""
-        return self._num_pages - 1 - len(self._free) - len(self._idle)
+        return self._num_pages - 1 - len(self._free) - len(self._idle) - len(self._restored)
 
     def usable_after(self, page_ids: np.ndarray) -> np.ndarray:
         """Return whether a query after the first 0, 1 ... n of `page_ids` [n] finds all pages that it sees, [n + 1]."""
-        counts = np.arange(len(page_ids) + 1)
-        missing = np.where(self.page_of[page_ids] > 0, -1, counts[:-1])
+        return self.usable_with(self.page_of[page_ids] > 0)
+
+    def usable_with(self, are_held: np.ndarray) -> np.ndarray:
+        """Return `usable_after` for pages whose data is held or not, bool [n]."""
+        counts = np.arange(len(are_held) + 1)
+        missing = np.where(are_held, -1, counts[:-1])
         last_missing = np.maximum.accumulate(np.concatenate([[-1], missing]))
         return last_missing < self._first_seen_from(counts * self._page_size)
+
+    def first_needed(self, num_pages: int) -> int:
+        """Return the index of the first page that a query after `num_pages` pages sees."""
+        return int(self._first_seen_from(num_pages * self._page_size))
+
+    def places(self, page_ids: np.ndarray) -> np.ndarray:
+        """Return the page behind each of `page_ids` [n], int32; 0 for none."""
+        return self.page_of[page_ids]
+
+    def restore(self, page: int, *, is_held: bool) -> None:
+        """Keep or free the page behind a page of the rank that no row uses."""
+        self._num_users[page] = 0
+        if is_held:
+            self._restored.add(page)
+        else:
+            self._drop(page)
+
+    def end_restore(self, page_ids: np.ndarray) -> None:
+        """Let the pages behind restored pages [n] wait for a prefix to be found."""
+        for page in page_ids.tolist():
+            if page in self._restored:
+                self._restored.remove(page)
+                self._idle[page] = None
 
     def enter(self, row: int, page_ids: np.ndarray, *, position: int, kept: tuple[int, ...] = ()) -> None:
         """Let a row use the computed pages that its next query, at `position`, sees."""
@@ -105,7 +134,9 @@ class PagedState:
         assert self.page_of[counted > 0].all(), "a page was freed while a query can see it"
         owners = np.flatnonzero(self.page_of)
         assert sorted([*self.page_of[owners], *self._free]) == list(range(1, self._num_pages)), "a page has two owners"
-        assert set(self._idle) == set(owners[counted[owners] == 0].tolist()), "pages without users are miscounted"
+        unused = set(owners[counted[owners] == 0].tolist())
+        assert set(self._idle) == unused - self._restored, "pages without users are miscounted"
+        assert self._restored <= unused, "a page is used before its data has arrived"
         assert is_allocated[owners].all(), "a page stands behind a free one"
 
     def _first_seen_from(self, positions: np.ndarray | int) -> np.ndarray:
@@ -118,7 +149,7 @@ class PagedState:
             self._idle[page] = None
 
     def _drop(self, page: int) -> None:
-        del self._idle[page]
+        self._idle.pop(page, None)
         self._free.append(int(self.page_of[page]))
         self.page_of[page] = 0
 

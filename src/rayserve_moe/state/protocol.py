@@ -36,6 +36,29 @@ class SequenceState(Protocol):
         """
         ...
 
+    def usable_with(self, are_held: np.ndarray) -> np.ndarray:
+        """Return `usable_after` for pages whose data is held or not, bool [n]."""
+        ...
+
+    def first_needed(self, num_pages: int) -> int:
+        """Return the index of the first page whose data a sequence needs to start after `num_pages` pages."""
+        ...
+
+    def places(self, page_ids: np.ndarray) -> np.ndarray:
+        """Return where the data of each of `page_ids` [n] lies in the pools, int32 [n]; 0 for none."""
+        ...
+
+    def restore(self, page: int, *, is_held: bool) -> None:
+        """Prepare a page that the rank has just allocated for data from elsewhere, or for none.
+
+        Until `end_restore` no other page takes its place.
+        """
+        ...
+
+    def end_restore(self, page_ids: np.ndarray) -> None:
+        """Let the data of restored pages [n] wait for a prefix to be found."""
+        ...
+
     def enter(self, row: int, page_ids: np.ndarray, *, position: int, kept: tuple[int, ...] = ()) -> None:
         """Start a row at `position`, the end of cached pages `page_ids`, after which the state is usable.
 

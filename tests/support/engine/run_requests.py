@@ -17,6 +17,7 @@ from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.guides import guides_of
+from rayserve_moe.engine.host_pages import HostedPages
 from rayserve_moe.engine.loop import capture_for, cycle_with
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.proposers import Proposer
@@ -24,6 +25,7 @@ from rayserve_moe.engine.speculation.steps import DraftedSteps
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.requests.results import ChoiceResult
+from rayserve_moe.scheduling.host_pages import HostSizes
 from rayserve_moe.scheduling.recovery import add_choices
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
@@ -78,6 +80,7 @@ class Way:
     num_drafts: int = 1
     constraints: ConstraintCompiler | None = None
     executor: Executor | None = None
+    hosted: HostSizes | None = None
 
 
 def run_together(
@@ -157,6 +160,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         overlaps=way.overlaps,
         eplb=way.eplb,
         speculation=speculation,
+        hosted=None if way.hosted is None else HostedPages(scheduler, way.hosted, rows=capture),
     )
 
 

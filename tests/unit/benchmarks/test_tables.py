@@ -169,6 +169,13 @@ def every_section() -> dict:
                  "tokens_s": 1301.0, "hits": 0.771}
             ],
         },
+        "host_pages": {
+            "replica": "any", "num_hosted": 10_000,
+            "rows": [
+                {"ratio": 3.3, "sessions": 250, "copies": "thread", "session_mean_s": 177.0, "goodput_s": 5.5,
+                 "ttft_p50_s": 0.56, "ttft_p99_s": 25.2, "tokens_s": 1301.0, "hits": 0.875, "host_pages_offloaded": 7.0}
+            ],
+        },
         "session_hints": {
             "replica": "any", "num_pages": 657, "edits": 0.125, "others": 4.0, "seeds": 2,
             "rows": [
@@ -458,6 +465,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("fleet_simulation", "87.5%"),
         ("agent_sessions", "77.1%"),
         ("session_hints", "62.5%"),
+        ("host_pages", "87.5%"),
         ("fleet_validation", "0.75"),
         ("router_time", "0.50"),
         ("http", "0.80 (0.80-0.80)"),
