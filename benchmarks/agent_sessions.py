@@ -9,7 +9,7 @@ between two turns. `arrival` admits waiting requests in order of arrival; `cache
 of a load have a third of the pages.
 
 `--host-pages` compares agents' sessions without and with a cache of evicted pages in host memory, whose copies pass one
-after the other at a rate: that of a thread, or that of the links of all chips.
+after the other on each chip, at a slow and at an ordinary rate.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ LOADS = {
 """`subagents` are called in 44 % of sessions, as vLLM publishes of its load AgentX; `rollouts` are groups of eight."""
 HOST_BYTES = 512 << 30
 """Of the 1,536 GiB that a host of v6e has (docs.cloud.google.com/tpu/docs/v6e)."""
-COPY_RATES = {"thread": 10e9, "links": 8 * 31.5e9}
-"""Bytes per second of a host: copies of one thread, and links of 8 chips by PCIe Gen5 (same page), 8 lanes assumed."""
+COPY_RATES = (2.5e9, 10e9)
+"""Bytes per second between a chip and host memory. The link of a v6e is PCIe Gen5 (same page): 31.5e9 by 8 lanes, which
+is more than a thread copies."""
 RATIOS = {0.5: (37, 1), 1.1: (81, 1), 3.3: (250, 1), 10.0: (250, 3)}
 """Sessions of a ratio of their tokens to the pool, and the part of the pages that there are."""
 TURNS = 20.0
@@ -147,8 +148,8 @@ def run_with_host_pages(arguments: argparse.Namespace) -> dict[str, Any]:
     """Simulate agents' sessions without and with evicted pages in host memory, the same sessions for each ratio."""
     sizes = {"page_size": LIMITS.page_size, "longest": LIMITS.max_tokens - 1}
     found = slice_replica(arguments.model, arguments.topology, num_data_ranks=arguments.data_ranks, **sizes)
-    num_hosted = int(HOST_BYTES / found.page_bytes / found.num_data_ranks)
-    rates = {name: HostMemory(num_hosted, found.page_bytes / rate) for name, rate in COPY_RATES.items()}
+    num_hosted = int(HOST_BYTES / (found.page_bytes * found.num_devices))
+    rates = {f"{rate / 1e9:g} GB/s": HostMemory(num_hosted, found.page_bytes / rate) for rate in COPY_RATES}
     rows = []
     for ratio in arguments.ratios:
         count, part = RATIOS[ratio]

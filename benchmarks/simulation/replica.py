@@ -17,10 +17,9 @@ from rayserve_moe.requests.fields import INT32_MAX
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.retention import Retention
 from rayserve_moe.scheduling import sequence as sequences
-from rayserve_moe.scheduling.host_pages import HostSizes
 from rayserve_moe.scheduling.page_events import PageEvents
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits, watch_pages
-from rayserve_moe.scheduling.step_plan import PageMoves, StartReport, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import CopyTimes, HostSizes, PageMoves, StartReport, StepPlan, StepResult
 
 KEY = bytes(32)
 ANSWER_ID = 7
@@ -40,7 +39,9 @@ class SimulatedDevices:
     def __init__(self, times: StepTimes, clock: Clock, *, rows_per_rank: int, host: HostMemory | None = None) -> None:
         self._times, self._clock, self._rows_per_rank = times, clock, rows_per_rank
         self._before: tuple[float, StepResult] | None = None
-        self._host, self._copied_at, self._restored_at = host, 0.0, 0.0
+        self._host, self._restored_at = host, 0.0
+        self._copied_at: dict[int, float] = {}
+        """When the copies of each data rank end."""
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Begin a step when the one before has ended, and wait for that one."""
@@ -50,7 +51,7 @@ class SimulatedDevices:
         if plan.num_chunks:
             seconds = self._times.seconds(load_of(plan, rows_per_rank=self._rows_per_rank))
             page_s = 0.0 if self._host is None else self._host.page_s
-            self._before = began + seconds, replace(_answer(plan), moved_pages=moved, move_s=moved * page_s)
+            self._before = began + seconds, replace(_answer(plan), copied=CopyTimes(moved, moved * page_s))
         elif moved and before is None:
             self._clock.now = max(self._clock.now, self._restored_at)  # nothing else is there to do
         if before is None:
@@ -61,11 +62,13 @@ class SimulatedDevices:
     def _copy(self, moves: PageMoves) -> int:
         """Copy pages in order, beside the steps; the next step waits for restored ones. Return their number."""
         assert self._host is not None, "pages move without host memory"
-        moved = len(moves.offloads) + len(moves.restores)
-        self._copied_at = max(self._copied_at, self._clock.now) + moved * self._host.page_s
-        if len(moves.restores):
-            self._restored_at = self._copied_at
-        return moved
+        for copies, are_awaited in ((moves.offloads, False), (moves.restores, True)):
+            for rank, *_ in copies.tolist():
+                begins = max(self._copied_at.get(rank, 0.0), self._clock.now)
+                self._copied_at[rank] = begins + self._host.page_s
+                if are_awaited:
+                    self._restored_at = max(self._restored_at, self._copied_at[rank])
+        return len(moves.offloads) + len(moves.restores)
 
     def start(self) -> StartReport:
         """Nothing has to be started."""
@@ -90,7 +93,7 @@ class HostMemory(NamedTuple):
     num_pages: int
     """Of each data rank."""
     page_s: float
-    """Seconds to copy a page of a data rank, in either direction, one after the other."""
+    """Seconds to copy a page, in either direction; those of a data rank are copied one after the other."""
 
 
 class SessionHints(NamedTuple):

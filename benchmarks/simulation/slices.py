@@ -31,8 +31,9 @@ class SliceReplica:
     steps: EstimatedSteps
     num_data_ranks: int
     num_pages: int
-    page_bytes: float = 0.0
-    """Bytes of a page of a data rank, on all of its devices."""
+    page_bytes: float
+    """Bytes of a page on a device."""
+    num_devices: int
 
 
 def slice_replica(name: str, topology: str, *, num_data_ranks: int, page_size: int, longest: int) -> SliceReplica:
@@ -50,5 +51,4 @@ def slice_replica(name: str, topology: str, *, num_data_ranks: int, page_size: i
     free = (chip_of(topology).device_capacity - found.weights_gb * 1e9) * MEM_FRACTION
     page_bytes = row_bytes(model, longest, kv_dtype="bfloat16") * page_size / longest
     steps = EstimatedSteps(model, topology=topology, imbalance=found.imbalance)
-    of_rank = page_bytes * len(devices) / num_data_ranks
-    return SliceReplica(steps, num_data_ranks, int(free / page_bytes), of_rank)
+    return SliceReplica(steps, num_data_ranks, int(free / page_bytes), page_bytes, len(devices))

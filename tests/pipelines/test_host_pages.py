@@ -17,8 +17,8 @@ from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.host_pages import HostedPages
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
-from rayserve_moe.scheduling.host_pages import HostSizes
 from rayserve_moe.scheduling.scheduler import change_weights
+from rayserve_moe.scheduling.step_plan import HostSizes
 from tests.support.engine.host_runners import TWO_SHAPES, card_of, prepared_runner
 from tests.support.engine.outputs import Outcomes, assert_identical
 from tests.support.engine.run_requests import Way, cycle_for, kept_tokens, preempt_every, run_on

@@ -16,10 +16,9 @@ from rayserve_moe.engine.host_pages import HostedPages
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.data_rank import DataRank
-from rayserve_moe.scheduling.host_pages import HostSizes
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits, finish_session
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, HostSizes, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count
 from rayserve_moe.state.entries import EntryState
 from rayserve_moe.state.groups import EntryGroup, page_groups
@@ -288,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if window and not page_of[pages_of_positions[max(0, position + 1 - window) :]].all():
                 return False
         entries = rank.states[-1] if rank.entry_tokens else None
-        return not position or not isinstance(entries, EntryState) or bool(entries.entry_of[page_ids[-1]])
+        return not position or not isinstance(entries, EntryState) or bool(entries.place_of[page_ids[-1]])
 
     def _draft(self, rows: np.ndarray) -> dict[int, np.ndarray]:
         """What follows, or something else from a random place on."""

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from rayserve_moe.engine.extension import Reset, StepExtension
-from rayserve_moe.scheduling.host_pages import HostSizes, PageRows
+from rayserve_moe.scheduling.host_pages import HostPages, PageRows
 from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.scheduler import Scheduler
-from rayserve_moe.scheduling.step_plan import PageMoves, StartReport, StepResult
+from rayserve_moe.scheduling.step_plan import HostSizes, PageMoves, StartReport, StepResult
 
 NEW_SHARE = 0.1
 """Weight of the latest step in a rate."""
@@ -22,9 +22,7 @@ COPY_SHARE = 0.5
 
 def hosted_pages_for(scheduler: Scheduler, report: StartReport, *, rows: PageRows | None) -> HostedPages | None:
     """Return the extension for a server that has just started; None if its hosts keep no pages."""
-    if not report.host_pages:
-        return None
-    return HostedPages(scheduler, HostSizes(report.host_pages, report.host_entries), rows=rows)
+    return HostedPages(scheduler, report.host, rows=rows) if report.host.num_pages else None
 
 
 class HostedPages(StepExtension):
@@ -44,7 +42,7 @@ class HostedPages(StepExtension):
     ) -> None:
         self._sizes, self._clock = sizes, clock
         self._page_size = scheduler.table.page_size
-        self._hosts = [rank.keep_evicted(sizes) for rank in scheduler.ranks]
+        self._hosts = [HostPages(rank, sizes) for rank in scheduler.ranks]
         for host in self._hosts:
             host.rows, host.pays = rows, self._pays
         self._page_s = self._token_s = self._step_s = 0.0
@@ -75,8 +73,8 @@ class HostedPages(StepExtension):
         self._step_s = _mean(self._step_s, took)
         if schedule.plan.has_blocks:
             self._token_s = _mean(self._token_s, took / schedule.plan.num_tokens)
-        if result.moved_pages:
-            self._page_s = _mean(self._page_s, result.move_s / result.moved_pages)
+        if result.copied.num_pages:
+            self._page_s = _mean(self._page_s, result.copied.seconds / result.copied.num_pages)
             for host in self._hosts:
                 host.limit_restored(int(COPY_SHARE * self._step_s / self._page_s))
 

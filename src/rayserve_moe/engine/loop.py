@@ -70,8 +70,7 @@ class EngineLoop:
         """Compiles the constraints of requests; closed with the loop."""
         self.recovery = None if rebuilder is None else _recovery_for(rebuilder, settings.cluster)
         """Replaces lost hosts; None without a rebuilder."""
-        self._commands = CommandQueue()
-        self._state = _ThreadState()
+        self._commands, self._state = CommandQueue(), _ThreadState()
         self.has_failed: Future[bool] = Future()
         """Done once all requests have ended; True if the thread ended by a failure."""
         self.start_report = executor.start()

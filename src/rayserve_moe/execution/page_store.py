@@ -18,7 +18,7 @@ from rayserve_moe.execution.memory import memory_available
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.execution.step.page_moves import MAX_MOVES, MovedShape, PageArrays, moved_shapes, num_places
 from rayserve_moe.execution.step.pytrees import DeviceState
-from rayserve_moe.scheduling.step_plan import NO_SLOT, PageMoves, StepResult
+from rayserve_moe.scheduling.step_plan import NO_SLOT, CopyTimes, HostSizes, PageMoves, StepResult
 
 MIB = 1 << 20
 MAX_COPIES_BEHIND = 8
@@ -34,13 +34,6 @@ class PagePrograms(NamedTuple):
     """Takes DeviceState and places int32 [R, M, P]."""
     write: Callable[..., DeviceState]
     """Takes DeviceState, places and `pages`."""
-
-
-class StoreSizes(NamedTuple):
-    """Slots of host memory for every device."""
-
-    num_pages: int
-    num_entries: int
 
 
 class _Batch(NamedTuple):
@@ -102,7 +95,7 @@ class PageStore:
         """Return a result with the pages that were copied since the last call, and the seconds that it took."""
         num_copied, copy_s = self._num_copied, self._copy_s
         self._num_copied, self._copy_s = 0, 0.0
-        return replace(result, moved_pages=num_copied, move_s=copy_s)
+        return replace(result, copied=CopyTimes(num_copied, copy_s))
 
     def _allocate(self, shape: MovedShape) -> dict[jax.Device, np.ndarray]:
         count = self.sizes.num_entries if shape.is_entry else self.sizes.num_pages
@@ -153,12 +146,14 @@ class PageStore:
         self._copy_s += time.perf_counter() - started
 
 
-def store_sizes(served: ServedModel, shapes: tuple[MovedShape, ...]) -> StoreSizes:
+def store_sizes(served: ServedModel, shapes: tuple[MovedShape, ...]) -> HostSizes:
     """Return the slots for each device of this host.
 
-    Raises: SettingsError if the host lacks the memory, or if it holds no page.
+    Raises: SettingsError if the host lacks the memory, if it holds no page, or if no prefix is cached.
     """
     cache, num_devices = served.settings.cache, len(served.config.plan.mesh.local_devices)
+    if not cache.enable_prefix_caching:
+        raise SettingsError(f"host_cache_mib {cache.host_mib} needs enable_prefix_caching: true")
     if cache.host_mib * MIB > (available := memory_available()):
         raise SettingsError(f"host_cache_mib {cache.host_mib}: this host has {available // MIB} MiB available")
     page_bytes, entry_bytes = (_row_bytes(shapes, is_entry) for is_entry in (False, True))
@@ -167,7 +162,7 @@ def store_sizes(served: ServedModel, shapes: tuple[MovedShape, ...]) -> StoreSiz
     num_pages = (free - num_entries * entry_bytes) // page_bytes
     if num_pages < 1:
         raise SettingsError(f"host_cache_mib {cache.host_mib}: a page takes {page_bytes} bytes of each device")
-    return StoreSizes(num_pages, num_entries)
+    return HostSizes(num_pages, num_entries)
 
 
 def _row_bytes(shapes: tuple[MovedShape, ...], is_entry: bool) -> int:

@@ -150,8 +150,7 @@ class HostRunner:
         times = self._programs.times
         if self.served.settings.cache.host_mib:
             self._pages = PageStore(self.served, num_pages)
-            num_host_pages, num_host_entries = self._pages.sizes
-            self._report = replace(self._report, host_pages=num_host_pages, host_entries=num_host_entries)
+            self._report = replace(self._report, host=self._pages.sizes)
         self._report = replace(
             self._report,
             num_pages=num_pages,

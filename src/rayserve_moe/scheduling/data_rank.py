@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from rayserve_moe.scheduling.eviction_order import CachedPrefix
-from rayserve_moe.scheduling.host_pages import HostPages, HostSizes, Pools
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import PrefixTree
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, reusable_tokens
 from rayserve_moe.state.groups import EntryGroup, PageGroup
 from rayserve_moe.state.paged import states_of
 
 EVICTION_BATCH = 16
 """Cached pages evicted at once, if there are as many, so that the next few allocations find free ones."""
+
+
+class HostCache(Protocol):
+    """Evicted pages in host memory (`host_pages.HostPages`)."""
+
+    @property
+    def arriving(self) -> np.ndarray:
+        """Return pages of the rank that are held for copies on their way, int32."""
+        ...
+
+    def num_found(self, sequence: Sequence) -> int:
+        """Return the tokens of a waiting sequence up to the last page after which it could start; 0 if none is here."""
+        ...
+
+    def delays(self, sequence: Sequence) -> bool:
+        """Begin to restore pages for a waiting sequence; return True if it has to wait for them."""
+        ...
+
+    def arrive(self) -> None:
+        """Cache the pages that the last plan restored."""
+        ...
+
+    def record_left(self, sequence: Sequence) -> None:
+        """Count the pages of a sequence that starts without them."""
+        ...
+
+    def clear(self) -> None:
+        """Drop all pages, and those on their way."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Assert that every slot is free or has one page."""
+        ...
 
 
 class DataRank:
@@ -55,7 +89,7 @@ class DataRank:
         self.prefilling: list[Sequence] = []
         """Running sequences whose known tokens are not all computed; the others decode."""
         self._decoding: np.ndarray | None = None
-        self.host: HostPages | None = None
+        self.host: HostCache | None = None
         """Evicted pages in host memory; None without such a cache."""
         self._num_flushes = 0
 
@@ -63,11 +97,6 @@ class DataRank:
     def num_available(self) -> int:
         """Return the number of pages that are free, or cached and not in use."""
         return self.allocator.num_free + self.tree.num_evictable
-
-    @property
-    def num_arriving(self) -> int:
-        """Return the number of pages that are being restored from host memory."""
-        return 0 if self.host is None else len(self.host.arriving)
 
     @property
     def decoding_rows(self) -> np.ndarray:
@@ -79,45 +108,16 @@ class DataRank:
 
     def num_cached(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence are cached here and usable in every state."""
-        namespace, token_ids = sequence.cache.namespace, self._reusable_tokens(sequence)
+        namespace, token_ids = sequence.cache.namespace, reusable_tokens(sequence)
         if not self.states:
             return self.tree.match_length(namespace, token_ids)
         page_ids = self.tree.matching_pages(namespace, token_ids)
-        are_usable = np.all([state.usable_after(page_ids) for state in self.states], axis=0)
+        are_usable = np.all([state.usable(state.place_of[page_ids] > 0) for state in self.states], axis=0)
         return int(np.flatnonzero(are_usable)[-1]) * self.table.page_size
-
-    def keep_evicted(self, sizes: HostSizes) -> HostPages:
-        """Keep evicted pages in host memory from now on."""
-        num_entry_groups = len(self._entry_groups)
-        first_entry = len(self.states) - num_entry_groups
-
-        def places_of(page: int) -> list[int]:
-            tables = [int(page_of[page]) for page_of in self.page_maps] or [page]
-            page_ids = np.array([page])
-            return [*tables, *(int(state.places(page_ids)[0]) for state in self.states[first_entry:])]
-
-        pools = Pools(
-            self.index,
-            self.allocator,
-            self.tree,
-            self.states,
-            places_of=places_of,
-            take_pages=self.take_pages,
-            reusable_tokens=self._reusable_tokens,
-        )
-        self.host = HostPages(pools, sizes, num_entry_groups=num_entry_groups)
-        return self.host
-
-    def num_found(self, sequence: Sequence) -> int:
-        """Return `num_cached`, and the tokens after them that host memory has."""
-        num_cached = self.num_cached(sequence)
-        if self.host is None or not self.host.num_pages:
-            return num_cached
-        return max(num_cached, self.host.num_found(sequence))
 
     def lock_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Find the cached prefix of a waiting sequence, and keep it from being evicted."""
-        token_ids = self._reusable_tokens(sequence)
+        token_ids = reusable_tokens(sequence)
         if self.states:
             token_ids = token_ids[: self.num_cached(sequence)]
         if self._entry_groups:
@@ -251,13 +251,6 @@ class DataRank:
         for state in self.states:
             state.hand_over(page_ids, cached_ids)
         return True
-
-    def _reusable_tokens(self, sequence: Sequence) -> np.ndarray:
-        """Return the known tokens but the last, which has to be computed to sample after it, and those to be probed."""
-        count, probe = sequence.num_tokens - 1, sequence.evidence.probe
-        if probe is not None and not probe.is_complete:
-            count = min(count, probe.frontier)
-        return sequence.token_ids[:count]
 
 
 def _are_pages_used(sequence: Sequence) -> bool:

@@ -12,16 +12,16 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.eviction_order import CachedPrefix
-from rayserve_moe.scheduling.pages import PageAllocator
-from rayserve_moe.scheduling.prefix_tree import TOKEN_BYTES, PrefixTree
-from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import NO_SLOT
-from rayserve_moe.state.protocol import SequenceState
+from rayserve_moe.scheduling.prefix_tree import TOKEN_BYTES
+from rayserve_moe.scheduling.sequence import Sequence, reusable_tokens
+from rayserve_moe.scheduling.step_plan import NO_SLOT, HostSizes
+from rayserve_moe.state.entries import EntryState
 
 RESTORED_TOKENS, RESTORED_PAGES = 1024, 16
 """Tokens of which a plan restores no more on a data rank, unless they are fewer pages than these."""
@@ -42,26 +42,6 @@ class PageRows(Protocol):
     def put(self, data_rank: int, page: int, *, generation: int, rows: Any) -> None:
         """Store rows for another allocation of a page."""
         ...
-
-
-class Pools(NamedTuple):
-    """Pages, prefixes and states of a data rank."""
-
-    data_rank: int
-    allocator: PageAllocator
-    tree: PrefixTree
-    states: tuple[SequenceState, ...]
-    places_of: Callable[[int], list[int]]
-    """Returns a page's place in every page table, then its entries."""
-    take_pages: Callable[[int], np.ndarray | None]
-    reusable_tokens: Callable[[Sequence], np.ndarray]
-
-
-class HostSizes(NamedTuple):
-    """Slots in host memory for the pages of a data rank, and for entries after them."""
-
-    num_pages: int
-    num_entries: int = 0
 
 
 @dataclass(slots=True)
@@ -112,9 +92,9 @@ class HostPages:
     kept on a server that returns them.
     """
 
-    def __init__(self, pools: Pools, sizes: HostSizes, *, num_entry_groups: int) -> None:
-        self._pools, self._sizes = pools, sizes
-        self._first_entry = len(pools.states) - num_entry_groups
+    def __init__(self, rank: DataRank, sizes: HostSizes) -> None:
+        self._rank, self._sizes = rank, sizes
+        self._first_entry = sum(not isinstance(state, EntryState) for state in rank.states)
         """Index of the first state with entries."""
         self._pages: OrderedDict[PageName, HostedPage] = OrderedDict()
         self._with_entry: dict[PageName, None] = {}
@@ -129,7 +109,7 @@ class HostPages:
         """Returns True if it is faster to restore a number of pages than to compute them."""
         self.max_restored = max(RESTORED_PAGES, RESTORED_TOKENS // self._page_size)
         """Pages that a plan restores at most."""
-        pools.tree.on_evict = self.keep
+        rank.host, rank.tree.on_evict = self, self.keep
 
     @property
     def num_pages(self) -> int:
@@ -156,8 +136,8 @@ class HostPages:
         found = self._restorable(sequence)
         if not found or not self.pays(len(found)):
             return 0
-        token_ids = self._pools.reusable_tokens(sequence)
-        return self._pools.tree.match_length(sequence.cache.namespace, token_ids) + len(found) * self._page_size
+        token_ids = reusable_tokens(sequence)
+        return self._rank.tree.match_length(sequence.cache.namespace, token_ids) + len(found) * self._page_size
 
     def delays(self, sequence: Sequence) -> bool:
         """Begin to restore pages for a waiting sequence; return True if it has to wait for them."""
@@ -166,17 +146,17 @@ class HostPages:
         found = self._restorable(sequence)
         if not found or not self.pays(len(found)):
             return False
-        pools, cache = self._pools, sequence.cache
-        token_ids = pools.reusable_tokens(sequence)
-        num_cached = pools.tree.match_length(cache.namespace, token_ids)
-        prefix = pools.tree.match(cache.namespace, token_ids[:num_cached], owner=cache.owner)
-        pools.tree.lock(prefix)
+        rank, cache = self._rank, sequence.cache
+        token_ids = reusable_tokens(sequence)
+        num_cached = rank.tree.match_length(cache.namespace, token_ids)
+        prefix = rank.tree.match(cache.namespace, token_ids[:num_cached], owner=cache.owner)
+        rank.tree.lock(prefix)
         missing = -(-sequence.num_tokens // self._page_size) - prefix.num_pages
-        fits = pools.allocator.num_free + pools.tree.num_evictable >= missing
+        fits = rank.allocator.num_free + rank.tree.num_evictable >= missing
         if fits and self._arrival is None:
             self._begin(sequence, found, prefix=prefix)
         else:
-            pools.tree.unlock(prefix)
+            rank.tree.unlock(prefix)
         return fits
 
     def arrive(self) -> None:
@@ -184,18 +164,18 @@ class HostPages:
         arrival, self._arrival = self._arrival, None
         if arrival is None:
             return
-        pools, cache, page_ids = self._pools, arrival.sequence.cache, arrival.page_ids
-        for state in pools.states:
+        rank, cache, page_ids = self._rank, arrival.sequence.cache, arrival.page_ids
+        for state in rank.states:
             state.end_restore(page_ids)
         if self.rows is not None:
             for page, hosted in zip(page_ids.tolist(), arrival.pages, strict=True):
-                generation = int(pools.allocator.generations[page])
-                self.rows.put(pools.data_rank, page, generation=generation, rows=hosted.rows)
+                generation = int(rank.allocator.generations[page])
+                self.rows.put(rank.index, page, generation=generation, rows=hosted.rows)
         all_ids = np.concatenate([arrival.prefix.page_ids, page_ids])
         token_ids = arrival.sequence.token_ids[: len(all_ids) * self._page_size]
-        pools.tree.insert(cache.namespace, token_ids, page_ids=all_ids, owner=cache.owner)
-        pools.tree.unlock(arrival.prefix)
-        pools.allocator.release(page_ids)
+        rank.tree.insert(cache.namespace, token_ids, page_ids=all_ids, owner=cache.owner)
+        rank.tree.unlock(arrival.prefix)
+        rank.allocator.release(page_ids)
         self.counts.restored += len(page_ids)
 
     def record_left(self, sequence: Sequence) -> None:
@@ -216,10 +196,10 @@ class HostPages:
         """Drop all pages, and those on their way."""
         if (arrival := self._arrival) is not None:
             self._arrival = None
-            for state in self._pools.states:
+            for state in self._rank.states:
                 state.end_restore(arrival.page_ids)
-            self._pools.tree.unlock(arrival.prefix)
-            self._pools.allocator.release(arrival.page_ids)
+            self._rank.tree.unlock(arrival.prefix)
+            self._rank.allocator.release(arrival.page_ids)
         self._pages.clear()
         self._with_entry.clear()
         self._free = list(range(self._sizes.num_pages))[::-1]
@@ -236,7 +216,7 @@ class HostPages:
 
     @property
     def _page_size(self) -> int:
-        return self._pools.tree.page_size
+        return self._rank.table.page_size
 
     @property
     def _page_bytes(self) -> int:
@@ -244,15 +224,15 @@ class HostPages:
 
     def _keep(self, page: int, name: PageName) -> None:
         """Copy a page out, unless its record has everything that the devices have."""
-        pools = self._pools
-        are_held = tuple(bool(state.places(np.array([page]))[0]) for state in pools.states)
+        rank = self._rank
+        are_held = tuple(bool(state.place_of[page]) for state in rank.states)
         if (known := self._pages.get(name)) is not None:
             self._pages.move_to_end(name)
             if self._is_arriving(name) or known.covers(are_held):
                 return
         rows = None
         if self.rows is not None:
-            rows = self.rows.of_page(pools.data_rank, page, generation=int(pools.allocator.generations[page]))
+            rows = self.rows.of_page(rank.index, page, generation=int(rank.allocator.generations[page]))
             if rows is None:
                 self.counts.without_rows += 1
                 return
@@ -271,7 +251,7 @@ class HostPages:
             else:
                 self._with_entry[name] = None
         self._pages[name] = HostedPage(slot, entry_slot, are_held, rows)
-        self._offloads.append([pools.data_rank, slot, entry_slot, *pools.places_of(page)])
+        self._offloads.append([rank.index, slot, entry_slot, *self._places_of(page)])
         self.counts.offloaded += 1
 
     def _take_entry(self) -> int:
@@ -299,43 +279,48 @@ class HostPages:
         return self._arrival is not None and name in self._arrival.names
 
     def _restorable(self, sequence: Sequence) -> dict[PageName, HostedPage]:
-        pools, cache = self._pools, sequence.cache
-        token_ids = pools.reusable_tokens(sequence)
+        rank, cache = self._rank, sequence.cache
+        token_ids = reusable_tokens(sequence)
         num_pages = len(token_ids) // self._page_size
         if len(cache.page_names) < num_pages:
             cache.page_names = page_names(token_ids.tobytes(), page_bytes=self._page_bytes)
-        num_cached = pools.tree.match_length(cache.namespace, token_ids) // self._page_size
+        num_cached = rank.tree.match_length(cache.namespace, token_ids) // self._page_size
         names = ((cache.namespace, name) for name in cache.page_names[num_cached:num_pages])
         found = {name: self._pages[name] for name in takewhile(self._pages.__contains__, names)}
-        if not found or not pools.states:
+        if not found or not rank.states:
             return found
-        cached_ids = pools.tree.matching_pages(cache.namespace, token_ids)
+        cached_ids = rank.tree.matching_pages(cache.namespace, token_ids)
         usable = np.ones(len(cached_ids) + len(found) + 1, np.bool_)
-        for place, state in enumerate(pools.states):
+        for place, state in enumerate(rank.states):
             hosted = np.array([page.are_held[place] for page in found.values()])
-            usable &= state.usable_with(np.concatenate([state.places(cached_ids) > 0, hosted]))
+            usable &= state.usable(np.concatenate([state.place_of[cached_ids] > 0, hosted]))
         count = int(np.flatnonzero(usable)[-1]) - len(cached_ids)
         return dict(list(found.items())[: max(0, count)])
 
     def _begin(self, sequence: Sequence, found: dict[PageName, HostedPage], *, prefix: CachedPrefix) -> None:
         """Allocate pages behind a locked prefix for the first of the `found` pages."""
-        pools = self._pools
-        end = prefix.num_pages + len(found)
-        firsts = [state.first_needed(end) for state in pools.states]
+        rank = self._rank
         names = list(found)[: self.max_restored]
         for name in names:
             self._pages.move_to_end(name)
-        self._arrival = Arrival(sequence, frozenset(names), prefix, self.arriving, [])
+        pages = [found[name] for name in names]
+        self._arrival = Arrival(sequence, frozenset(names), prefix, self.arriving, pages)
         page_ids: list[int] = []
-        for place, hosted in enumerate(map(found.__getitem__, names), prefix.num_pages):
-            taken = pools.take_pages(1)
+        for hosted in pages:
+            taken = rank.take_pages(1)
             assert taken is not None, "capacity was checked before"
-            (page,) = taken.tolist()
-            for state, first, is_held in zip(pools.states, firsts, hosted.are_held, strict=True):
-                state.restore(page, is_held=is_held and place >= first)
-            self._restores.append([pools.data_rank, hosted.slot, hosted.entry_slot, *pools.places_of(page)])
-            page_ids.append(page)
-        self._arrival.page_ids, self._arrival.pages = np.array(page_ids, np.int32), [found[name] for name in names]
+            page_ids += taken.tolist()
+            for state, is_held in zip(rank.states, hosted.are_held, strict=True):
+                state.restore(page_ids[-1], is_held=is_held)
+        self._arrival.page_ids = np.array(page_ids, np.int32)
+        for page, hosted in zip(page_ids, pages, strict=True):  # a state may have dropped the first of them
+            self._restores.append([rank.index, hosted.slot, hosted.entry_slot, *self._places_of(page)])
+
+    def _places_of(self, page: int) -> list[int]:
+        """Return where a page lies in every page table, then its entries."""
+        rank = self._rank
+        tables = [int(page_of[page]) for page_of in rank.page_maps] or [page]
+        return [*tables, *(int(state.place_of[page]) for state in rank.states[self._first_entry :])]
 
 
 def page_names(run: bytes, *, page_bytes: int, first: int = 0) -> list[bytes]:

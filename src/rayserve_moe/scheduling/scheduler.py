@@ -232,12 +232,12 @@ class Scheduler:
 
         def cached_tokens(sequence: Sequence) -> int:
             ranks = [step.rank for step in open_steps if self._may_take(sequence, step.rank)]
-            return max((rank.num_found(sequence) for rank in ranks), default=-1)
+            return max((_num_found(sequence, rank) for rank in ranks), default=-1)
 
         place = next_to_admit(self.waiting, cached_tokens=cached_tokens)
         sequence = self.waiting[place]
         taking = [step for step in open_steps if self._may_take(sequence, step.rank)]
-        for step in sorted(taking, key=lambda s: (-s.rank.num_found(sequence), len(s.rank.running))):
+        for step in sorted(taking, key=lambda s: (-_num_found(sequence, s.rank), len(s.rank.running))):
             if self._delays(sequence, step.rank):
                 return True
             if step.admit(sequence):
@@ -326,6 +326,12 @@ class Scheduler:
     def _is_private(self, request: GenerationRequest) -> bool:
         """Return True if only the choices of the request share its prefixes, as with forced routing."""
         return not self._limits.caches_prefixes or request.forced_routing is not None
+
+
+def _num_found(sequence: Sequence, rank: DataRank) -> int:
+    """Return the tokens of a waiting sequence that are cached on a rank, or behind these in host memory."""
+    num_cached = rank.num_cached(sequence)
+    return num_cached if rank.host is None else max(num_cached, rank.host.num_found(sequence))
 
 
 def _ignore(preemption: Preemption) -> None:

@@ -310,6 +310,14 @@ class Sequence:
         return pages
 
 
+def reusable_tokens(sequence: Sequence) -> np.ndarray:
+    """Return the known tokens but the last, which has to be computed to sample after it, and those to be probed."""
+    count, probe = sequence.num_tokens - 1, sequence.evidence.probe
+    if probe is not None and not probe.is_complete:
+        count = min(count, probe.frontier)
+    return sequence.token_ids[:count]
+
+
 def record_weights(sequence: Sequence, weight_version: str) -> None:
     """Record the weight version that the next output of a sequence is sampled under, with its adapter."""
     evidence, position = sequence.evidence, sequence.num_tokens

@@ -196,6 +196,23 @@ class AdapterWork:
     """Places, with the key of the adapter that each receives."""
 
 
+class HostSizes(NamedTuple):
+    """Slots in host memory for the pages of a data rank, and for entries after them."""
+
+    num_pages: int
+    num_entries: int = 0
+
+
+class CopyTimes(NamedTuple):
+    """Pages that the devices of a host have copied to host memory and back, and the seconds, both added up."""
+
+    num_pages: int
+    seconds: float
+
+
+NO_HOST_PAGES, NO_COPIES = HostSizes(0), CopyTimes(0, 0.0)
+
+
 @dataclass(frozen=True)
 class PageMoves:
     """Copies of pages between devices and host memory, which every host makes of its share.
@@ -306,10 +323,8 @@ class StepResult:
     """Drafts of a draft model for every row that has sampled, int32 [rows, max drafts], if requested."""
     draft_s: float = 0.0
     """Seconds of waiting for the drafts after the step."""
-    moved_pages: int = 0
-    """Pages that the devices of the host of rank 0 have copied since the result before, each counted by device."""
-    move_s: float = 0.0
-    """Seconds that these copies took, added up over the devices."""
+    copied: CopyTimes = NO_COPIES
+    """Copies of pages since the result before, on the host of rank 0."""
 
     @property
     def finite(self) -> np.ndarray:
@@ -347,10 +362,8 @@ class StartReport:
     """Placement of the experts; None for their own order."""
     kernels: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Chosen kernel by operation, with the reasons against the ones preferred to it."""
-    host_pages: int = 0
-    """Pages of a data rank that host memory holds; 0 without such a cache."""
-    host_entries: int = 0
-    """Entries beside them."""
+    host: HostSizes = NO_HOST_PAGES
+    """Evicted pages of a data rank that host memory holds."""
 
     def __str__(self) -> str:
         windowed = "".join(
@@ -365,7 +378,7 @@ class StartReport:
     def statistics(self) -> dict[str, float]:
         """Return the numbers of the report as `start_<field>`, without pages and expert counts."""
         numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
-        left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts", "host_pages", "host_entries")
+        left_out = ("num_pages", "num_expert_ranks", "num_redundant_experts")
         return {f"start_{name}": float(value) for name, value in numbers.items() if name not in left_out}
 
 

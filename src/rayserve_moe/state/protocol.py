@@ -29,29 +29,21 @@ class SequenceState(Protocol):
     sequence that has pages never waits for a state.
     """
 
-    def usable_after(self, page_ids: np.ndarray) -> np.ndarray:
-        """Return whether a sequence can start after the first 0, 1 ... n of cached pages `page_ids` [n], bool [n + 1].
+    place_of: np.ndarray
+    """Where the data of each page of the rank lies in the pools, int32 [pages of the rank]; 0 for none."""
 
-        Position 0 is always usable.
+    def usable(self, are_held: np.ndarray) -> np.ndarray:
+        """Return whether a sequence can start after the first 0, 1 ... n cached pages, bool [n + 1].
+
+        `are_held` bool [n] is True for pages whose data is there. Position 0 is always usable.
         """
-        ...
-
-    def usable_with(self, are_held: np.ndarray) -> np.ndarray:
-        """Return `usable_after` for pages whose data is held or not, bool [n]."""
-        ...
-
-    def first_needed(self, num_pages: int) -> int:
-        """Return the index of the first page whose data a sequence needs to start after `num_pages` pages."""
-        ...
-
-    def places(self, page_ids: np.ndarray) -> np.ndarray:
-        """Return where the data of each of `page_ids` [n] lies in the pools, int32 [n]; 0 for none."""
         ...
 
     def restore(self, page: int, *, is_held: bool) -> None:
         """Prepare a page that the rank has just allocated for data from elsewhere, or for none.
 
-        Until `end_restore` no other page takes its place.
+        If the state holds no more such data, the page restored first loses its place. Until `end_restore` no other page
+        takes a place.
         """
         ...
 

@@ -25,12 +25,11 @@ from rayserve_moe.engine.speculation.steps import DraftedSteps
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.requests.results import ChoiceResult
-from rayserve_moe.scheduling.host_pages import HostSizes
 from rayserve_moe.scheduling.recovery import add_choices
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence, prompt_columns, restore
-from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import HostSizes, StartReport, StepPlan, StepResult
 from tests.support.engine.outputs import LOGPROB_TOLERANCE, RECURRENT_TOLERANCE, Outcome, Outcomes
 from tests.support.engine.schedulers import some_reach
 from tests.support.models.core import NUM_PAGES, PAGE_SIZE

@@ -8,9 +8,9 @@ import pytest
 from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.extension import ReplacedHosts
 from rayserve_moe.engine.host_pages import HostedPages
-from rayserve_moe.scheduling.host_pages import HostPages, HostSizes
+from rayserve_moe.scheduling.host_pages import HostPages
 from rayserve_moe.scheduling.plan_builder import Schedule, empty_schedule
-from rayserve_moe.scheduling.step_plan import Chunks, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import Chunks, CopyTimes, HostSizes, StepPlan, StepResult
 from tests.support.engine.schedulers import scheduler
 
 PAGE = 4
@@ -33,7 +33,7 @@ class Timed:
         self.hosted.submitted(schedule)
         self.now += seconds
         nothing = np.zeros(0)
-        result = StepResult(1, nothing, nothing, nothing, moved_pages=moved, move_s=move_s)
+        result = StepResult(1, nothing, nothing, nothing, copied=CopyTimes(moved, move_s))
         self.hosted.returned(schedule, result, counts=None)
 
 

@@ -35,6 +35,12 @@ def test_more_than_the_host_has_is_refused(monkeypatch):
         store_sizes(served, moved_shapes(served.state(9), served.step_config(9)))
 
 
+def test_a_server_that_caches_no_prefix_is_refused():
+    served = served_with(host_cache_mib=8, enable_prefix_caching=False)
+    with pytest.raises(SettingsError, match="host_cache_mib 8 needs enable_prefix_caching: true"):
+        store_sizes(served, moved_shapes(served.state(9), served.step_config(9)))
+
+
 def test_less_than_a_page_is_refused():
     served = served_with(host_cache_mib=1, page_size=4096)
     with pytest.raises(SettingsError, match=r"host_cache_mib 1: a page takes \d+ bytes of each device"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayserve_moe.scheduling.host_pages import HostPages, HostSizes, page_names
+from rayserve_moe.scheduling.host_pages import HostPages, page_names
 from rayserve_moe.scheduling.scheduler import Scheduler
+from rayserve_moe.scheduling.step_plan import HostSizes
 from tests.support.engine.schedulers import ABORT, Turns, choices, one, scheduler
 
 PAGE, PROMPT = 4, 33
@@ -16,7 +17,7 @@ def hosted(num_slots: int, *, num_pages: int = 13) -> tuple[Scheduler, HostPages
     """A scheduler with pages for one prompt, and slots for others."""
     target = scheduler(num_pages=num_pages)
     (rank,) = target.ranks
-    return target, rank.keep_evicted(HostSizes(num_slots)), Turns(target)
+    return target, HostPages(rank, HostSizes(num_slots)), Turns(target)
 
 
 def prompt(number: int) -> list[int]:
@@ -64,7 +65,7 @@ def test_other_salts_find_nothing():
 
 def test_choices_of_their_own_namespace_are_not_kept():
     target = scheduler(num_pages=13, caches_prefixes=False)
-    host, turns = target.ranks[0].keep_evicted(HostSizes(9)), Turns(target)
+    host, turns = HostPages(target.ranks[0], HostSizes(9)), Turns(target)
     for number in range(3):
         run(turns, number)
     assert host.num_pages == 0
