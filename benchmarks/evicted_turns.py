@@ -80,8 +80,8 @@ async def moved_pages(client: httpx.AsyncClient) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
 
 
-async def run(port: int, *, vocab_size: int, num_sessions: int, seed: int) -> dict[str, float]:
-    """Play two turns of all sessions, with other prompts between them."""
+async def run(port: int, *, vocab_size: int, num_sessions: int, seed: int) -> tuple[dict[str, float], list[list[int]]]:
+    """Play two turns of all sessions, with other prompts between them; return figures, and the second answers."""
     draw = np.random.default_rng(seed)
 
     def tokens(count: int) -> list[int]:
@@ -108,7 +108,7 @@ async def run(port: int, *, vocab_size: int, num_sessions: int, seed: int) -> di
             await other
     gaps = np.diff([at for at in times if began <= at <= ended])
     pairs = list(zip(second, known, strict=True))
-    return {
+    figures = {
         "computed": float(sum(len(p) - a["meta_info"]["cached_tokens"] for p, a in zip(second, answers, strict=True))),
         "ideal": float(sum(fewest_computed(len(prompt), num, page_size=PAGE_SIZE) for prompt, num in pairs)),
         "given": float(sum(map(len, second))),
@@ -116,10 +116,14 @@ async def run(port: int, *, vocab_size: int, num_sessions: int, seed: int) -> di
         "gap_s": float(np.median(gaps)),
         "seconds": ended - began,
     }
+    return figures, [answer["output_ids"] for answer in answers]
 
 
 def measure(size: str, *, num_sessions: int, repeats: int) -> dict[str, Any]:
-    """Return the runs of both servers, alternating, after one of each that does not count."""
+    """Return the runs of both servers, alternating, after one of each that does not count.
+
+    Raises: RuntimeError if their answers differ.
+    """
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in (FOUND, RESTORED)}
     with ExitStack() as stack:
         servers = {
@@ -130,12 +134,16 @@ def measure(size: str, *, num_sessions: int, repeats: int) -> dict[str, Any]:
         (total,) = (line for line in metrics if line.startswith("rayserve_moe_host_pages{"))
         page_bytes = (HOST_MIB << 20) / float(total.rpartition(" ")[2])
         for repeat in range(-1, repeats):
+            answers = []
             for side, server in servers.items():
                 how = {"vocab_size": PRESETS[size].vocab_size, "num_sessions": num_sessions}
-                found = asyncio.run(run(server.port, **how, seed=repeat + 1))
+                found, ids = asyncio.run(run(server.port, **how, seed=repeat + 1))
+                answers.append(ids)
                 note(f"{side} {repeat + 1}/{repeats}: {found}")
                 if repeat >= 0:
                     runs[side].append(found)
+            if answers[0] != answers[1]:
+                raise RuntimeError("answers differ between pages on the devices and pages from host memory")
     return {"size": size, "sessions": num_sessions, "page_bytes": page_bytes, "runs": runs}
 
 
