@@ -19,9 +19,11 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.scheduler import change_weights
 from rayserve_moe.scheduling.step_plan import HostSizes
+from tests.support.engine.engine_store import EngineStore
 from tests.support.engine.host_runners import TWO_SHAPES, card_of, prepared_runner
 from tests.support.engine.outputs import Outcomes, assert_identical
 from tests.support.engine.run_requests import Way, cycle_for, kept_tokens, preempt_every, run_on
+from tests.support.engine.shared_settings import ONE_BUCKET
 from tests.support.engine.workload import draw_prompt, request_for
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.families import FAMILY_CASES, write_family
@@ -149,3 +151,22 @@ def test_every_device_keeps_its_own_share(checkpoint: Path, card: ModelCard, mes
         assert_identical(run_on(cycle, card, requests), expected)
     assert statistics_of(cycle)["host_pages_restored"] > 0
     cycle.scheduler.flush()
+
+
+def test_an_engine_keeps_pages_in_host_memory_by_its_setting(engine_with: EngineStore):
+    """Which pages it restores depends on how long steps and copies have taken; the answers do not."""
+    engine = engine_with(**ONE_BUCKET, num_pages=TIGHT, host_cache_mib=16)
+    generator = np.random.default_rng(2)
+    prompts = [draw_prompt(generator, PROMPT).tolist() for _ in range(NUM_SESSIONS)]
+    sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    first, *others = (
+        [
+            (answer["output_ids"], answer["meta_info"]["routed_experts"])
+            for answer in engine.generate(input_ids=prompts, sampling_params=sampling, return_routed_experts=True)
+        ]
+        for _ in range(3)
+    )
+    assert others == [first, first]
+    statistics = engine.loop.statistics()
+    assert statistics["host_pages_used"] > 0
+    assert statistics["host_pages_restored"] + statistics["host_pages_computed"] > 0
