@@ -76,7 +76,7 @@ def read_pages(state: DeviceState, places_RMP: jax.Array, *, config: StepConfig)
 
     def on_device(state: DeviceState, places_RMP: jax.Array) -> PageArrays:
         places_MP = places_RMP[plan.data_rank()]
-        return tuple(pool.array[pool.rows_N(places_MP)] for pool in _pools(state, config))
+        return tuple(_read(pool, pool.rows_N(places_MP)) for pool in _pools(state, config))
 
     return jax.shard_map(
         on_device,
@@ -107,6 +107,20 @@ def write_pages(state: DeviceState, places_RMP: jax.Array, *, pages: PageArrays,
         out_specs=parts,
         check_vma=False,
     )(state, places_RMP, pages)
+
+
+def _read(pool: _Pool, rows_N: jax.Array) -> jax.Array:
+    """Return rows of a pool [N, ...]. Entries are read one by one: for a gather XLA:TPU copies all of them first."""
+    if not pool.is_entry:
+        return pool.array[rows_N]
+
+    def read_one(number: jax.Array, read: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(pool.array, rows_N[number], 1)
+        return jax.lax.dynamic_update_slice_in_dim(read, row, number, axis=0)
+
+    return jax.lax.fori_loop(
+        0, len(rows_N), read_one, jnp.zeros((len(rows_N), *pool.array.shape[1:]), pool.array.dtype)
+    )
 
 
 def _pools(state: DeviceState, config: StepConfig) -> Iterator[_Pool]:
