@@ -78,7 +78,7 @@ HOST_BYTES = 512 << 30
 COPY_RATES = (2.5e9, 10e9)
 """Bytes per second between a chip and host memory. The link of a v6e is PCIe Gen5 (same page): 31.5e9 by 8 lanes, which
 is more than a thread copies."""
-RATIOS = {0.5: (37, 1), 1.1: (81, 1), 3.3: (250, 1), 10.0: (250, 3)}
+RATIOS = {0.5: (9, 4), 1.1: (20, 4), 3.3: (62, 4), 10.0: (62, 12)}
 """Sessions of a ratio of their tokens to the pool, and the part of the pages that there are."""
 TURNS = 20.0
 """Mean of the geometric number of a session's turns, before sessions are cut at the context."""

@@ -28,8 +28,8 @@ RESTORED_TOKENS, RESTORED_PAGES = 1024, 16
 NAME_BYTES = 16
 _KEY = secrets.token_bytes(32)
 
-PageName = tuple[Hashable, bytes]
-"""Namespace of a prefix, and the digest of its tokens up to the end of the page."""
+PageName = bytes
+"""Digest of the namespace of a prefix and of its tokens up to the end of the page."""
 
 
 class PageRows(Protocol):
@@ -127,34 +127,29 @@ class HostPages:
         if not isinstance(namespace, tuple):
             return  # the prefixes of a single request
         runs = [node.run for node in leaf.path_up()][::-1]
-        names = page_names(b"".join(runs), page_bytes=self._page_bytes, first=leaf.num_pages - len(leaf.own_page_ids))
+        first = leaf.num_pages - len(leaf.own_page_ids)
+        names = page_names(namespace, b"".join(runs), page_bytes=self._page_bytes, first=first)
         for page, name in reversed(list(zip(leaf.own_page_ids.tolist(), names, strict=True))):
-            self._keep(page, (namespace, name))
+            self._keep(page, name)
 
     def num_found(self, sequence: Sequence) -> int:
         """Return the tokens of a waiting sequence up to the last page after which it could start; 0 if none is here."""
-        found = self._restorable(sequence)
-        if not found or not self.pays(len(found)):
-            return 0
-        token_ids = reusable_tokens(sequence)
-        return self._rank.tree.match_length(sequence.cache.namespace, token_ids) + len(found) * self._page_size
+        names, num_cached = self._restorable(sequence)
+        return (num_cached + len(names)) * self._page_size if names and self.pays(len(names)) else 0
 
     def delays(self, sequence: Sequence) -> bool:
         """Begin to restore pages for a waiting sequence; return True if it has to wait for them."""
-        if not self._pages:
-            return False
-        found = self._restorable(sequence)
-        if not found or not self.pays(len(found)):
+        names, num_cached = self._restorable(sequence)
+        if not names or not self.pays(len(names)):
             return False
         rank, cache = self._rank, sequence.cache
-        token_ids = reusable_tokens(sequence)
-        num_cached = rank.tree.match_length(cache.namespace, token_ids)
-        prefix = rank.tree.match(cache.namespace, token_ids[:num_cached], owner=cache.owner)
+        cached = sequence.token_ids[: num_cached * self._page_size]
+        prefix = rank.tree.match(cache.namespace, cached, owner=cache.owner)
         rank.tree.lock(prefix)
         missing = -(-sequence.num_tokens // self._page_size) - prefix.num_pages
         fits = rank.allocator.num_free + rank.tree.num_evictable >= missing
         if fits and self._arrival is None:
-            self._begin(sequence, found, prefix=prefix)
+            self._begin(sequence, names[: self.max_restored], prefix=prefix)
         else:
             rank.tree.unlock(prefix)
         return fits
@@ -180,8 +175,7 @@ class HostPages:
 
     def record_left(self, sequence: Sequence) -> None:
         """Count the pages of a sequence that starts without them."""
-        if self._pages:
-            self.counts.left += len(self._restorable(sequence))
+        self.counts.left += len(self._restorable(sequence)[0])
 
     def limit_restored(self, num_pages: int) -> None:
         """Restore at most this number of pages with a plan, but one."""
@@ -278,32 +272,32 @@ class HostPages:
     def _is_arriving(self, name: PageName) -> bool:
         return self._arrival is not None and name in self._arrival.names
 
-    def _restorable(self, sequence: Sequence) -> dict[PageName, HostedPage]:
+    def _restorable(self, sequence: Sequence) -> tuple[list[PageName], int]:
+        """Return the pages after the cached pages of a sequence, as far as it could start, and the number of these."""
         rank, cache = self._rank, sequence.cache
+        if not self._pages:
+            return [], 0
         token_ids = reusable_tokens(sequence)
         num_pages = len(token_ids) // self._page_size
         if len(cache.page_names) < num_pages:
-            cache.page_names = page_names(token_ids.tobytes(), page_bytes=self._page_bytes)
+            cache.page_names = page_names(cache.namespace, token_ids.tobytes(), page_bytes=self._page_bytes)
         num_cached = rank.tree.match_length(cache.namespace, token_ids) // self._page_size
-        names = ((cache.namespace, name) for name in cache.page_names[num_cached:num_pages])
-        found = {name: self._pages[name] for name in takewhile(self._pages.__contains__, names)}
+        found = list(takewhile(self._pages.__contains__, cache.page_names[num_cached:num_pages]))
         if not found or not rank.states:
-            return found
+            return found, num_cached
         cached_ids = rank.tree.matching_pages(cache.namespace, token_ids)
         usable = np.ones(len(cached_ids) + len(found) + 1, np.bool_)
         for place, state in enumerate(rank.states):
-            hosted = np.array([page.are_held[place] for page in found.values()])
+            hosted = np.array([self._pages[name].are_held[place] for name in found])
             usable &= state.usable(np.concatenate([state.place_of[cached_ids] > 0, hosted]))
         count = int(np.flatnonzero(usable)[-1]) - len(cached_ids)
-        return dict(list(found.items())[: max(0, count)])
+        return found[: max(0, count)], num_cached
 
-    def _begin(self, sequence: Sequence, found: dict[PageName, HostedPage], *, prefix: CachedPrefix) -> None:
-        """Allocate pages behind a locked prefix for the first of the `found` pages."""
-        rank = self._rank
-        names = list(found)[: self.max_restored]
+    def _begin(self, sequence: Sequence, names: list[PageName], *, prefix: CachedPrefix) -> None:
+        """Allocate pages behind a locked prefix for others in host memory."""
+        rank, pages = self._rank, [self._pages[name] for name in names]
         for name in names:
             self._pages.move_to_end(name)
-        pages = [found[name] for name in names]
         self._arrival = Arrival(sequence, frozenset(names), prefix, self.arriving, pages)
         page_ids: list[int] = []
         for hosted in pages:
@@ -323,9 +317,10 @@ class HostPages:
         return [*tables, *(int(state.place_of[page]) for state in rank.states[self._first_entry :])]
 
 
-def page_names(run: bytes, *, page_bytes: int, first: int = 0) -> list[bytes]:
+def page_names(namespace: Hashable, run: bytes, *, page_bytes: int, first: int = 0) -> list[PageName]:
     """Return the names of the whole pages of `run`, int32 token ids as bytes, from page `first` on."""
-    digest, names = blake2b(run[: first * page_bytes], digest_size=NAME_BYTES, key=_KEY), []
+    salt = blake2b(repr(namespace).encode("utf-8", "surrogatepass"), key=_KEY).digest()
+    digest, names = blake2b(salt + run[: first * page_bytes], digest_size=NAME_BYTES, key=_KEY), []
     for start in range(first * page_bytes, len(run) - page_bytes + 1, page_bytes):
         digest.update(run[start : start + page_bytes])
         names.append(digest.digest())

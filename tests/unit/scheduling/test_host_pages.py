@@ -96,12 +96,13 @@ def test_a_flush_drops_all_pages_and_those_on_their_way():
 
 def test_a_name_depends_on_all_tokens_up_to_the_end_of_its_page():
     run = np.arange(40, dtype=np.int32)
-    names = page_names(run.tobytes(), page_bytes=4 * PAGE)
-    assert len(set(names)) == 10 and page_names(run.tobytes(), page_bytes=4 * PAGE, first=7) == names[7:]
+    names = page_names(("",), run.tobytes(), page_bytes=4 * PAGE)
+    assert len(set(names)) == 10 and page_names(("",), run.tobytes(), page_bytes=4 * PAGE, first=7) == names[7:]
+    assert not set(names) & set(page_names(("salt",), run.tobytes(), page_bytes=4 * PAGE))
     for place in range(40):
         changed = run.copy()
         changed[place] += 1
-        others = page_names(changed.tobytes(), page_bytes=4 * PAGE)
+        others = page_names(("",), changed.tobytes(), page_bytes=4 * PAGE)
         assert [ours == other for ours, other in zip(names, others, strict=True)] == [
             page < place // PAGE for page in range(10)
         ]
