@@ -123,6 +123,64 @@ def agent_sessions(measured: Mapping[str, Any]) -> str:
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
 
 
+def host_pages(measured: Mapping[str, Any]) -> str:
+    """Render sessions without and with evicted pages in host memory, by the ratio of their tokens to the pool."""
+    heading = (
+        *("tokens / pool", "sessions", "copies", "session, s", "good/s", "TTFT p50, s", "p99", "tokens/s", "cached"),
+        *("offloaded", "restored", "computed"),
+    )
+    rows = [
+        (
+            f"{row['ratio']:.1f}",
+            row["sessions"],
+            row["copies"],
+            f"{row['session_mean_s']:.0f}",
+            f"{row['goodput_s']:.2f}",
+            f"{row['ttft_p50_s']:.2f}",
+            f"{row['ttft_p99_s']:.1f}",
+            f"{row['tokens_s']:,.0f}",
+            f"{row['hits']:.1%}",
+            *(f"{row.get(f'host_pages_{name}', 0):,.0f}" for name in ("offloaded", "restored", "computed")),
+        )
+        for row in measured["rows"]
+    ]
+    title = (
+        f"{measured['replica']}, {measured['num_hosted']:,} pages of each data rank in host memory; good: first token "
+        "in 2 s, others in 50 ms on average; on simulated time"
+    )
+    return f"**{title}**\n\n{markdown_table(heading, rows)}"
+
+
+FOUND, RESTORED = "on the devices", "in host memory"
+"""Places of the pages of second turns."""
+
+
+def evicted_turns(measured: Mapping[str, Any]) -> str:
+    """Render computed tokens, copies, gaps and times of both servers."""
+    medians = {
+        side: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        for side, runs in measured["runs"].items()
+    }
+    gaps = [
+        r["gap_s"] / f["gap_s"] for f, r in zip(*(measured["runs"][side] for side in (FOUND, RESTORED)), strict=True)
+    ]
+    rows = [
+        (
+            side,
+            f"{found['computed'] / found['ideal']:.3f}",
+            f"{found['moved_pages'] * measured['page_bytes'] / found['given']:,.0f}",
+            f"{1e3 * found['gap_s']:.2f}",
+            f"{statistics.median(gaps) if side == RESTORED else 1:.3f}",
+            f"{found['seconds']:.2f}",
+        )
+        for side, found in medians.items()
+    ]
+    heading = ("pages of second turns", "computed / ideal", "bytes copied per prompt token")
+    heading += ("gap of another stream, ms", "ratio", "all turns, s")
+    title = f"{measured['sessions']} sessions, {measured['size']} model, medians of {len(gaps)} alternating runs"
+    return f"**{title}**\n\n{markdown_table(heading, rows)}"
+
+
 def session_hints(measured: Mapping[str, Any]) -> str:
     """Render hints about sessions by number of sessions."""
     heading = ("sessions", "live / pool", "hints", "session, s", "good/s", "TTFT p50, s", "p99", "cached")

@@ -29,11 +29,13 @@ from benchmarks.figures import (
 )
 from benchmarks.fleet_table import (
     agent_sessions,
+    evicted_turns,
     fleet_conversations,
     fleet_overload,
     fleet_routing,
     fleet_simulation,
     fleet_validation,
+    host_pages,
     router_time,
     served_sessions,
     session_hints,
@@ -323,6 +325,8 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "agent_sessions": agent_sessions,
     "session_hints": session_hints,
     "served_sessions": served_sessions,
+    "host_pages": host_pages,
+    "evicted_turns": evicted_turns,
     "fleet_simulation": fleet_simulation,
     "fleet_validation": fleet_validation,
     "router_time": router_time,

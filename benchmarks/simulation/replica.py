@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.simulation.costs import StepTimes, load_of
 from rayserve_moe.engine.cycle import StepCycle
+from rayserve_moe.engine.host_pages import HostedPages
 from rayserve_moe.fleet.load_average import Load
 from rayserve_moe.fleet.page_log import PageLog, PageMessage
 from rayserve_moe.requests.fields import INT32_MAX
@@ -18,7 +19,7 @@ from rayserve_moe.requests.retention import Retention
 from rayserve_moe.scheduling import sequence as sequences
 from rayserve_moe.scheduling.page_events import PageEvents
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits, watch_pages
-from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import CopyTimes, HostSizes, PageMoves, StartReport, StepPlan, StepResult
 
 KEY = bytes(32)
 ANSWER_ID = 7
@@ -35,21 +36,39 @@ class Clock:
 class SimulatedDevices:
     """An executor that answers with one token for all; waiting for a result moves the clock to when it is there."""
 
-    def __init__(self, times: StepTimes, clock: Clock, *, rows_per_rank: int) -> None:
+    def __init__(self, times: StepTimes, clock: Clock, *, rows_per_rank: int, host: HostMemory | None = None) -> None:
         self._times, self._clock, self._rows_per_rank = times, clock, rows_per_rank
         self._before: tuple[float, StepResult] | None = None
+        self._host, self._restored_at = host, 0.0
+        self._copied_at: dict[int, float] = {}
+        """When the copies of each data rank end."""
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Begin a step when the one before has ended, and wait for that one."""
         before, self._before = self._before, None
-        began = self._clock.now if before is None else max(self._clock.now, before[0])
+        began = max(self._clock.now, self._restored_at, 0.0 if before is None else before[0])
+        moved = 0 if plan.moves is None else self._copy(plan.moves)
         if plan.num_chunks:
             seconds = self._times.seconds(load_of(plan, rows_per_rank=self._rows_per_rank))
-            self._before = began + seconds, _answer(plan)
+            page_s = 0.0 if self._host is None else self._host.page_s
+            self._before = began + seconds, replace(_answer(plan), copied=CopyTimes(moved, moved * page_s))
+        elif moved and before is None:
+            self._clock.now = max(self._clock.now, self._restored_at)  # nothing else is there to do
         if before is None:
             return None
         self._clock.now = max(self._clock.now, before[0])
         return before[1]
+
+    def _copy(self, moves: PageMoves) -> int:
+        """Copy pages in order, beside the steps; the next step waits for restored ones. Return their number."""
+        assert self._host is not None, "pages move without host memory"
+        for copies, are_awaited in ((moves.offloads, False), (moves.restores, True)):
+            for rank, *_ in copies.tolist():
+                begins = max(self._copied_at.get(rank, 0.0), self._clock.now)
+                self._copied_at[rank] = begins + self._host.page_s
+                if are_awaited:
+                    self._restored_at = max(self._restored_at, self._copied_at[rank])
+        return len(moves.offloads) + len(moves.restores)
 
     def start(self) -> StartReport:
         """Do nothing."""
@@ -66,6 +85,15 @@ def _answer(plan: StepPlan) -> StepResult:
     count = int(np.count_nonzero(plan.chunks.samples))
     ids, ranks = np.full(count, ANSWER_ID, np.int32), np.ones(count, np.int32)
     return StepResult(plan.step_id, ids, np.zeros(count, np.float32), ranks)
+
+
+class HostMemory(NamedTuple):
+    """A cache of evicted pages in the memory of a replica's hosts."""
+
+    num_pages: int
+    """Of each data rank."""
+    page_s: float
+    """Seconds to copy a page, in either direction; those of a data rank are copied one after the other."""
 
 
 class SessionHints(NamedTuple):
@@ -85,10 +113,16 @@ NO_HINTS = SessionHints()
 class SimulatedReplica:
     """Takes prompts, and gives tokens when `step` says; events of its pages are there after every step."""
 
-    def __init__(self, limits: StepLimits, times: StepTimes, *, hints: SessionHints = NO_HINTS) -> None:
+    def __init__(
+        self, limits: StepLimits, times: StepTimes, *, hints: SessionHints = NO_HINTS, host: HostMemory | None = None
+    ) -> None:
         self.clock = Clock()
-        self.devices = SimulatedDevices(times, self.clock, rows_per_rank=limits.num_rows)
-        self.cycle = StepCycle(Scheduler(limits), self.devices)  # ty: ignore[invalid-argument-type]
+        self.devices = SimulatedDevices(times, self.clock, rows_per_rank=limits.num_rows, host=host)
+        scheduler, features = Scheduler(limits), []
+        if host is not None:
+            sizes = HostSizes(host.num_pages)
+            features.append(HostedPages(scheduler, sizes, clock=lambda: self.clock.now))
+        self.cycle = StepCycle(scheduler, self.devices, extensions=features)  # ty: ignore[invalid-argument-type]
         for rank in self.cycle.scheduler.ranks:
             rank.tree.clock = lambda: self.clock.now
         self._hints = hints

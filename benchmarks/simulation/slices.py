@@ -31,6 +31,9 @@ class SliceReplica:
     steps: EstimatedSteps
     num_data_ranks: int
     num_pages: int
+    page_bytes: float
+    """Bytes of a page on a device."""
+    num_devices: int
 
 
 def slice_replica(name: str, topology: str, *, num_data_ranks: int, page_size: int, longest: int) -> SliceReplica:
@@ -47,6 +50,5 @@ def slice_replica(name: str, topology: str, *, num_data_ranks: int, page_size: i
     model = model_config(spec, plan, experts=ExpertSettings())
     free = (chip_of(topology).device_capacity - found.weights_gb * 1e9) * MEM_FRACTION
     page_bytes = row_bytes(model, longest, kv_dtype="bfloat16") * page_size / longest
-    return SliceReplica(
-        EstimatedSteps(model, topology=topology, imbalance=found.imbalance), num_data_ranks, int(free / page_bytes)
-    )
+    steps = EstimatedSteps(model, topology=topology, imbalance=found.imbalance)
+    return SliceReplica(steps, num_data_ranks, int(free / page_bytes), page_bytes, len(devices))

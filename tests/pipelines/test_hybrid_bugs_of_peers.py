@@ -173,7 +173,7 @@ def test_a_prompt_that_ends_on_the_grid_starts_an_entry_earlier(runner: HostRunn
     for num_cached in ([0, 0, 0], [0, GRID, 2 * GRID]):
         entries = entries_of(cycle)
         pages = [cached_pages(cycle, request.prompt_ids) for request in requests]
-        assert [entries.entry_of[ids[-1]] != NO_ENTRY for ids in pages] == [True] * 3, "one stands at the prompt's end"
+        assert [entries.place_of[ids[-1]] != NO_ENTRY for ids in pages] == [True] * 3, "one stands at the prompt's end"
         found = run_on(cycle, card, requests)
         assert_all_same(found, expected)
         assert [outcome.num_cached for outcome in found.values()] == num_cached
@@ -222,7 +222,7 @@ def states_of_entries(cycle: StepCycle, runner: HostRunner, requests: Iterable[G
     """Return the states after the first 64 tokens of requests, as cached: float32 [layers, heads, key, value]."""
     entries, states, found = entries_of(cycle), states_by_entry(runner), []
     for request in requests:
-        entry = entries.entry_of[cached_pages(cycle, request.prompt_ids[:GRID])[-1]]
+        entry = entries.place_of[cached_pages(cycle, request.prompt_ids[:GRID])[-1]]
         assert entry != NO_ENTRY
         found.append(states[:, entry])
     return found
@@ -236,7 +236,7 @@ def test_short_prompts_leave_nothing_that_longer_ones_start_from(runner: HostRun
     ]
     expected, cycle = run_alone(runner, card, [*short, long], way=ALONE), cycle_for(runner, card, WAY)
     found = run_on(cycle, card, short)
-    assert entries_of(cycle).num_kept == 0 and cycle.scheduler.ranks[0].tree.num_cached_pages > 0
+    assert not entries_of(cycle).place_of.any() and cycle.scheduler.ranks[0].tree.num_cached_pages > 0
     found |= run_on(cycle, card, [long])
     assert found[long.request_id, 0].num_cached == 0
     assert_all_same(found, expected)
@@ -248,13 +248,14 @@ def test_what_is_cached_are_states_of_tokens(runner: HostRunner, card: ModelCard
     cycle = cycle_for(runner, card, WAY)
     run_on(cycle, card, prompts_of(*AROUND_THE_GRID, seed=6), intervene=preempt_every(7))
     entries = entries_of(cycle)
-    kept = np.unique(entries.entry_of)
+    kept = np.unique(entries.place_of)
     assert len(kept) > len(AROUND_THE_GRID) // 2
     states = states_by_entry(runner)
     is_zero = (states == 0).all(axis=(0, 2, 3, 4))
     assert np.isfinite(states[:, kept]).all()
     assert is_zero[NO_ENTRY] and not is_zero[kept[kept != NO_ENTRY]].any()
-    assert entries.usable_after(np.flatnonzero(entries.entry_of == NO_ENTRY))[1:].sum() == 0
+    without = np.flatnonzero(entries.place_of == NO_ENTRY)
+    assert not entries.usable(entries.place_of[without] > 0)[1:].any()
     cycle.scheduler.flush()
 
 
@@ -310,7 +311,7 @@ def test_slots_that_others_leave_are_neither_lost_nor_read(runner: HostRunner, c
     assert_all_same({key: found[key] for key in expected}, expected)
     cycle.scheduler.flush()
     cycle.scheduler.check_integrity()
-    assert entries_of(cycle).num_kept == 0
+    assert not entries_of(cycle).place_of.any()
 
 
 def fill_with_nan(runner: HostRunner) -> None:

@@ -82,7 +82,7 @@ def cached_states(cycle: StepCycle, runner: HostRunner, ids: Iterable[int]) -> d
     )
     return {
         (place + 1) * PAGE_SIZE: np.concatenate([part[:, entry].reshape(len(part), -1) for part in (state, window)], 1)
-        for place, entry in enumerate(entries.entry_of[pages].tolist())
+        for place, entry in enumerate(entries.place_of[pages].tolist())
         if entry != NO_ENTRY
     }
 

@@ -135,7 +135,7 @@ def test_what_stands_in_freed_pages_is_without_effect(runner_of: RunnerOf, card:
     num_poisoned = []
 
     def poison(cycle: StepCycle, step: int) -> None:
-        page_of = windowed_of(cycle).page_of
+        page_of = windowed_of(cycle).place_of
         seen = [s.pages[max(0, s.num_computed + 1 - WINDOW) // PAGE :] for s in cycle.scheduler.running]
         pools = {}
         num_poisoned.append(0)
@@ -163,7 +163,7 @@ def test_a_long_sequence_keeps_its_last_window_and_all_its_routing_rows(runner_o
     num_in_use: list[int] = []
 
     def count(cycle: StepCycle, step: int) -> None:
-        num_in_use.append(windowed_of(cycle).num_in_use)
+        num_in_use.append(np.count_nonzero(windowed_of(cycle).num_users))
 
     prompt = draw_prompt(np.random.default_rng(1), 300)
     wanted = request_for(prompt, max_new_tokens=100)
@@ -197,4 +197,4 @@ def test_cached_prefixes_are_found_as_far_as_their_windows_are_there(
     assert cycle.scheduler.ranks[0].tree.num_cached_pages > 9 * 200 // PAGE, "the other layers kept everything"
     assert cached[0] < whole_pages(longest) == cached[1]
     cycle.scheduler.flush()
-    assert not windowed_of(cycle).page_of.any()
+    assert not windowed_of(cycle).place_of.any()

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rayserve_moe.config.settings import CacheSettings, SchedulerSettings
+from rayserve_moe.engine.host_pages import HostedPages
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.scheduler import Schedule, Scheduler, StepLimits, finish_session
 from rayserve_moe.scheduling.sequence import Sequence
-from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, StepResult
+from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, PREFILL_BLOCK_TOKENS, HostSizes, StepResult
 from rayserve_moe.scheduling.verify_rows import samples_that_count
 from rayserve_moe.state.entries import EntryState
 from rayserve_moe.state.groups import EntryGroup, page_groups
@@ -54,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_kept=st.integers(0, 9),
         interval=st.sampled_from([0, 0, 64]),
         max_drafts=st.sampled_from([0, 0, 1, 3, 7]),
+        num_hosted=st.sampled_from([0, 0, 3, 12, 60]),
         seed=st.integers(0, 2**32 - 1),
     )
     def set_up(
@@ -71,11 +73,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_kept,
         interval,
         max_drafts,
+        num_hosted,
         seed,
     ):
-        # No pages beyond those that rows see at once: what is cached behind windows has to make way.
+        # No pages beyond those that rows see at once, unless some are restored: what is cached behind windows has to
+        # make way.
         scheduler = SchedulerSettings(max_running_requests=num_rows, max_step_tokens=step_tokens)
-        cache = CacheSettings(page_size=page_size, enable_prefix_caching=False)
+        cache = CacheSettings(page_size=page_size, enable_prefix_caching=num_hosted > 0)
         self.scale = LONGER if entry_tokens == 64 else 1
         num_pages *= self.scale
         self.limits = StepLimits(
@@ -104,6 +108,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             rank.tree.clock = lambda: float(self.num_submitted)
         self.overlaps, self.max_drafts = overlaps and not max_drafts, max_drafts
         self.generator = np.random.default_rng(seed)
+        self.hosted = None
+        if num_hosted:
+            self.hosted = HostedPages(self.scheduler, HostSizes(num_hosted, num_hosted // 3))
+            for rank in self.scheduler.ranks:
+                assert rank.host is not None
+                rank.host.pays = lambda _: self.generator.random() < 0.9
         self.longest = min((num_pages - 1) * page_size, self.limits.max_tokens)
         self.beginning = np.random.default_rng(seed).integers(1, VOCABULARY, (2, LONGEST_PROMPT * self.scale))
         self.seed = seed
@@ -187,6 +197,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._step()
         assert not self.unfinished, "a request never ends"
         for rank in self.scheduler.ranks:
+            if rank.host is not None:
+                rank.host.arrive()
+                self.memory.move(None)
             assert rank.num_available == rank.allocator.num_usable, "an ended sequence holds on to pages"
             self._check_cached(rank)
         self.scheduler.flush()
@@ -218,8 +231,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _step(self) -> None:
         num_preemptions = self.scheduler.num_preemptions
         schedule = self.scheduler.schedule(draft=self._draft if self.max_drafts else None)
+        if self.hosted is not None:
+            schedule = self.hosted.plan(schedule, None)
+            self.memory.move(schedule.plan.moves)
         submitted = (schedule, self._run(schedule)) if schedule.plan.num_chunks else None
-        is_stuck = submitted is None and self.in_flight is None
+        restores = schedule.plan.moves is not None and len(schedule.plan.moves.restores) > 0
+        is_stuck = submitted is None and self.in_flight is None and not restores
         assert not is_stuck or self.scheduler.num_preemptions > num_preemptions, "work is pending, nothing is planned"
         before, self.in_flight = self.in_flight, submitted
         self._commit(before)
@@ -270,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if window and not page_of[pages_of_positions[max(0, position + 1 - window) :]].all():
                 return False
         entries = rank.states[-1] if rank.entry_tokens else None
-        return not position or not isinstance(entries, EntryState) or bool(entries.entry_of[page_ids[-1]])
+        return not position or not isinstance(entries, EntryState) or bool(entries.place_of[page_ids[-1]])
 
     def _draft(self, rows: np.ndarray) -> dict[int, np.ndarray]:
         """What follows, or something else from a random place on."""

@@ -198,6 +198,8 @@ class CacheSettings:
     state_fraction: float = _number(0.3, (0.0, 0.9))
     """For models with recurrent layers: fraction of the cache's memory that holds states of cached prefixes; the rest
     holds pages."""
+    host_mib: int = _number(0, (0, 1 << 24), "host_cache_mib")
+    """MiB of each host's memory for evicted pages, which return from there instead of being computed. 0: none."""
     state_interval: int = _number(0, (0, 1 << 24))
     """For models with recurrent layers: prompt tokens between cached states, a multiple of 64. 0 caches the states at a
     prompt's end, at its first difference from other prompts, and at the end of a request."""

@@ -27,6 +27,7 @@ from rayserve_moe.engine.eplb.steps import EplbSteps, eplb_steps_for
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.guides import DeferredSampling, guides_of
+from rayserve_moe.engine.host_pages import HostedPages, hosted_pages_for
 from rayserve_moe.engine.output_dispatch import OutputDispatch, Sink, no_routing
 from rayserve_moe.engine.recovery.hosts import RebuildBounds, Rebuilder, Recovery, StepLosses, step_start
 from rayserve_moe.engine.routing.capture import RoutingCapture
@@ -69,8 +70,7 @@ class EngineLoop:
         """Compiles the constraints of requests; closed with the loop."""
         self.recovery = None if rebuilder is None else _recovery_for(rebuilder, settings.cluster)
         """Replaces lost hosts; None without a rebuilder."""
-        self._commands = CommandQueue()
-        self._state = _ThreadState()
+        self._commands, self._state = CommandQueue(), _ThreadState()
         self.has_failed: Future[bool] = Future()
         """Done once all requests have ended; True if the thread ended by a failure."""
         self.start_report = executor.start()
@@ -88,6 +88,7 @@ class EngineLoop:
             capture=capture,
             losses=None if self.recovery is None else StepLosses(self.recovery, scheduler),
             adapters=_adapters_for(settings.adapters, scheduler, keys_in_use=lambda: self._outputs.adapters),
+            hosted=hosted_pages_for(scheduler, self.start_report, rows=capture),
             overlaps=settings.scheduler.overlap_steps,
         )
         self._outputs = OutputDispatch(
@@ -364,12 +365,13 @@ def cycle_with(  # noqa: PLR0913 (features, by keyword)
     capture: RoutingCapture | None = None,
     losses: StepLosses | None = None,
     adapters: AdapterTable | None = None,
+    hosted: HostedPages | None = None,
     overlaps: bool = True,
 ) -> StepCycle:
     """Return the step cycle with these features; None leaves a feature out."""
     drafted = None if speculation is None else DraftedSteps(speculation, scheduler, overlaps=overlaps)
     tally = None if eplb is None else SelectionTally(eplb.migration)
-    features = (drafted, eplb, adapters, DeferredSampling(scheduler.table), capture, tally, losses)
+    features = (drafted, eplb, adapters, DeferredSampling(scheduler.table), capture, tally, hosted, losses)
     if capture is not None:
         # A request with a cached prefix may want the routing rows of the request that computed it.
         scheduler.captures_all = scheduler.caches_prefixes

@@ -40,9 +40,10 @@ class StepClock:
 def scheduler_statistics(scheduler: Scheduler) -> dict[str, float]:
     """Return pages of all data ranks, and running sequences, as of now."""
     ranks, running = scheduler.open_ranks, scheduler.running
+    num_arriving = sum(len(rank.host.arriving) for rank in ranks if rank.host is not None)
     return {
         "pages_total": float(sum(rank.allocator.num_usable for rank in ranks)),
-        "pages_free": float(sum(rank.num_available for rank in ranks)),
+        "pages_free": float(sum(rank.num_available for rank in ranks) + num_arriving),
         "pages_cached": float(sum(rank.tree.num_cached_pages for rank in ranks)),
         "requests_running": float(len(running)),
         "tokens_in_use": float(sum(sequence.num_computed for sequence in running)),

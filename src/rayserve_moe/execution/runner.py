@@ -23,6 +23,7 @@ from rayserve_moe.execution.drafts.model import draft_of, open_draft, spec_of
 from rayserve_moe.execution.drafts.rows import DraftRows, drafting_of, with_drafts
 from rayserve_moe.execution.kernel_report import kernel_report
 from rayserve_moe.execution.memory_plan import check_memory
+from rayserve_moe.execution.page_store import PageStore
 from rayserve_moe.execution.programs.buckets import filling_plan
 from rayserve_moe.execution.programs.cache import kept_programs
 from rayserve_moe.execution.programs.compiled import (
@@ -56,7 +57,7 @@ from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import PageMoves, StartReport, StepPlan, StepResult
 
 
 class HostRunner:
@@ -92,6 +93,8 @@ class HostRunner:
         """Compiles the shapes that `compile` leaves out, beside the steps."""
         self._compilations = CompilationCount()
         self._launches = _Launches.of(plan)
+        self._pages: PageStore | None = None
+        """Evicted pages in host memory; None on a server that keeps none."""
         self._report = self.tensors.unstarted()
 
     @property
@@ -144,6 +147,9 @@ class HostRunner:
         self._packer.use(shapes)
         self.later = LaterShapes(self._programs, self.served, num_pages=num_pages, kept=kept, count=self._compilations)
         times = self._programs.times
+        if self.served.settings.cache.host_mib:
+            self._pages = PageStore(self.served, num_pages)
+            self._report = replace(self._report, host=self._pages.sizes)
         self._report = replace(
             self._report,
             num_pages=num_pages,
@@ -205,8 +211,12 @@ class HostRunner:
             held, launches.held = launches.held, None
             inputs = held.inputs(plan.masks, num_words=mask_words(self.config.spec.vocab_size))
             held.drawn = launches.launch(partial(self._draw, held, inputs))
+        moved = None if self._pages is None else launches.launch(partial(self._move_pages, plan.moves))
         before, launches.step = launches.step, self._launch_step(plan) if plan.num_chunks else None
-        return before() if before is not None else None
+        result = before() if before is not None else None
+        if moved is not None:
+            moved()  # raises its error
+        return result
 
     def move_experts(self, piece: MigrationPiece) -> None:
         """Run a piece of a migration without a step. Call while idle."""
@@ -282,6 +292,11 @@ class HostRunner:
         self._state, drafts_NSK = program(self.weights, self.state, rows_NS=rows_NS)
         return drafts_NSK
 
+    def _move_pages(self, moves: PageMoves | None) -> None:
+        programs = self.programs.pages
+        assert self._pages is not None and programs is not None, "no pages are kept in host memory"
+        self._state = self._pages.move(self.state, moves, programs=programs)
+
     def _move(self, vectors: MigrationVectors) -> None:
         programs = self.programs.migration
         assert self._mover is not None and programs is not None, "experts do not move on this server"
@@ -296,6 +311,8 @@ class HostRunner:
         device_s = time.perf_counter() - started
         failed_fetch = None if self._mover is None else self._mover.failed_fetch
         result = step_result(output, packed=packed, pack_s=pack_s, device_s=device_s, failed_fetch=failed_fetch)
+        if self._pages is not None:
+            result = self._pages.timed(result)
         return result if later.drafting is None else with_drafts(result, output, drafting=later.drafting)
 
     def _run_each_once(self) -> None:
@@ -306,6 +323,9 @@ class HostRunner:
         if self.adapters is not None:
             self.adapters.put_nothing(programs=self.programs.adapters)
         self.programs.read_counts(self.state.expert_counts_ME)
+        if self._pages is not None:
+            for moves in (self._pages.nothing(), None):
+                self._move_pages(moves)
         num_rows, shows_hidden = self.served.num_rows, self.served.settings.replay.shows_hidden
         for shape in self._packer.shapes:
             is_probed = shape.num_blocks > 0 or shows_hidden

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from rayserve_moe.scheduling.eviction_order import CachedPrefix
 from rayserve_moe.scheduling.pages import PageAllocator
 from rayserve_moe.scheduling.prefix_tree import PrefixTree
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
+from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, reusable_tokens
 from rayserve_moe.state.groups import EntryGroup, PageGroup
 from rayserve_moe.state.paged import states_of
 
 EVICTION_BATCH = 16
 """Cached pages evicted at once, if there are as many, so that the next few allocations find free ones."""
+
+
+class HostCache(Protocol):
+    """Evicted pages in host memory (`host_pages.HostPages`)."""
+
+    @property
+    def arriving(self) -> np.ndarray:
+        """Return pages of the rank that are held for copies on their way, int32."""
+        ...
+
+    def num_found(self, sequence: Sequence) -> int:
+        """Return the tokens of a waiting sequence up to the last page after which it could start; 0 if none is here."""
+        ...
+
+    def delays(self, sequence: Sequence) -> bool:
+        """Begin to restore pages for a waiting sequence; return True if it has to wait for them."""
+        ...
+
+    def arrive(self) -> None:
+        """Cache the pages that the last plan restored."""
+        ...
+
+    def record_left(self, sequence: Sequence) -> None:
+        """Count the pages of a sequence that starts without them."""
+        ...
+
+    def clear(self) -> None:
+        """Drop all pages, and those on their way."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Assert that every slot is free or has one page."""
+        ...
 
 
 class DataRank:
@@ -54,6 +89,8 @@ class DataRank:
         self.prefilling: list[Sequence] = []
         """Running sequences whose known tokens are not all computed; the others decode."""
         self._decoding: np.ndarray | None = None
+        self.host: HostCache | None = None
+        """Evicted pages in host memory; None without such a cache."""
         self._num_flushes = 0
 
     @property
@@ -71,16 +108,16 @@ class DataRank:
 
     def num_cached(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence are cached here and usable in every state."""
-        namespace, token_ids = sequence.cache.namespace, self._reusable_tokens(sequence)
+        namespace, token_ids = sequence.cache.namespace, reusable_tokens(sequence)
         if not self.states:
             return self.tree.match_length(namespace, token_ids)
         page_ids = self.tree.matching_pages(namespace, token_ids)
-        are_usable = np.all([state.usable_after(page_ids) for state in self.states], axis=0)
+        are_usable = np.all([state.usable(state.place_of[page_ids] > 0) for state in self.states], axis=0)
         return int(np.flatnonzero(are_usable)[-1]) * self.table.page_size
 
     def lock_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Find the cached prefix of a waiting sequence, and keep it from being evicted."""
-        token_ids = self._reusable_tokens(sequence)
+        token_ids = reusable_tokens(sequence)
         if self.states:
             token_ids = token_ids[: self.num_cached(sequence)]
         if self._entry_groups:
@@ -94,6 +131,8 @@ class DataRank:
         row = self.free_rows.pop()
         self.table.take(row, sequence)
         sequence.data_rank, cache = self.index, sequence.cache
+        if self.host is not None:
+            self.host.record_left(sequence)
         cache.prefix, cache.num_flushes = prefix, self._num_flushes
         if cache.owner is not None and sequence.choice_index == 0:
             self.tree.order.supersede(prefix, cache.owner)
@@ -164,13 +203,18 @@ class DataRank:
 
     def flush(self) -> None:
         """Flush the prefix cache; running sequences keep their pages."""
+        if self.host is not None:
+            self.host.clear()
         self.tree.clear()
         self._num_flushes += 1
 
     def check_integrity(self) -> None:
         """Assert that pages, prefixes, rows and states of this rank add up against an independent count."""
         self.tree.check_integrity()
-        self.allocator.check_integrity([*(s.pages for s in self.running), self.tree.held_page_ids()])
+        if self.host is not None:
+            self.host.check_integrity()
+        arriving = [] if self.host is None else self.host.arriving
+        self.allocator.check_integrity([*(s.pages for s in self.running), self.tree.held_page_ids(), arriving])
         num_unshared = int((self.allocator.references(self.tree.held_page_ids()) == 1).sum())
         assert self.tree.num_evictable <= num_unshared, "pages in use are taken for evictable ones"
         is_allocated = self.allocator.references(np.arange(self.allocator.num_pages)) > 0
@@ -207,13 +251,6 @@ class DataRank:
         for state in self.states:
             state.hand_over(page_ids, cached_ids)
         return True
-
-    def _reusable_tokens(self, sequence: Sequence) -> np.ndarray:
-        """Return the known tokens but the last, which has to be computed to sample after it, and those to be probed."""
-        count, probe = sequence.num_tokens - 1, sequence.evidence.probe
-        if probe is not None and not probe.is_complete:
-            count = min(count, probe.frontier)
-        return sequence.token_ids[:count]
 
 
 def _are_pages_used(sequence: Sequence) -> bool:

@@ -29,7 +29,7 @@ class PrefixTree:
         if page_size < 1:
             raise ValueError(f"page_size {page_size} must be at least 1 token")
         self._allocator = allocator
-        self._page_size = page_size
+        self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = CachedPrefix()
         self._cleared = CachedPrefix()  # root of paths that were cleared while locked
@@ -40,6 +40,8 @@ class PrefixTree:
         self.num_cached_pages = self.num_evictable = 0
         self.max_protected = 0
         """Pages that may be protected at a time."""
+        self.on_evict: Callable[[CachedPrefix], object] | None = None
+        """Called with a leaf that is evicted, before its pages are freed."""
         self.clock: Callable[[], float] = time.monotonic
         """Seconds for the ends of protections."""
 
@@ -50,7 +52,7 @@ class PrefixTree:
     def match_length(self, namespace: Hashable, token_ids: np.ndarray) -> int:
         """Return the number of tokens that `match` would find, without marking them as used."""
         node, num_pages = self._find(namespace, token_ids)
-        return (node.num_pages - len(node.own_page_ids) + num_pages) * self._page_size
+        return (node.num_pages - len(node.own_page_ids) + num_pages) * self.page_size
 
     def matching_pages(self, namespace: Hashable, token_ids: np.ndarray) -> np.ndarray:
         """Return the pages that `match` would find, int32, without marking them as used."""
@@ -65,12 +67,12 @@ class PrefixTree:
         It is marked as used now by `owner`, who owns the added pages. For runs that are already cached, the tree keeps
         its own pages, and the returned prefix names these. The caller keeps its references.
         """
-        assert len(token_ids) == len(page_ids) * self._page_size, "only whole pages can be cached"
+        assert len(token_ids) == len(page_ids) * self.page_size, "only whole pages can be cached"
         node = self._end_at(namespace, token_ids)
         added = np.array(page_ids[node.num_pages :], np.int32)
         if len(added):
             self._allocator.share(added)
-            run = np.asarray(token_ids[node.num_pages * self._page_size :], np.int32).tobytes()
+            run = np.asarray(token_ids[node.num_pages * self.page_size :], np.int32).tobytes()
             key = run[: self._page_bytes] if node.parent else (namespace, run[: self._page_bytes])
             if self._watcher is not None:
                 self._watcher(PagesAdded(namespace, node.last_page, run, added))
@@ -190,7 +192,7 @@ class PrefixTree:
         while child is not None:
             node = child
             if not run.startswith(node.run, place):
-                return node, _num_common_tokens(run[place:], node.run) // self._page_size
+                return node, _num_common_tokens(run[place:], node.run) // self.page_size
             place += len(node.run)
             child = node.children.get(run[place : place + width])
         return node, len(node.own_page_ids)
@@ -209,7 +211,7 @@ class PrefixTree:
         if num_new > num_allowed:
             # Unprotected pages end the path.
             end = node.num_pages - num_new + num_allowed
-            node = self._end_at(namespace, token_ids[: end * self._page_size])
+            node = self._end_at(namespace, token_ids[: end * self.page_size])
         return list(node.path_up())
 
     def _split(self, node: CachedPrefix, num_pages: int) -> CachedPrefix:
@@ -243,6 +245,8 @@ class PrefixTree:
         kept = len(leaf.own_page_ids) - count
         above = self._split(leaf, kept) if kept else leaf.parent
         assert above is not None, "a root is not a leaf"
+        if self.on_evict is not None:
+            self.on_evict(leaf)
         if self._watcher is not None:
             self._watcher(PagesRemoved(leaf.own_page_ids))
         self.num_cached_pages -= count

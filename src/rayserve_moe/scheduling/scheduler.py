@@ -80,6 +80,8 @@ class Scheduler:
         self.on_preemption: Callable[[Preemption], object] = _ignore
         """Called with every preemption, before its pages are released."""
         self.page_events: PageEvents | None = None
+        self._delayed = set[Sequence]()
+        """Waiting sequences whose pages are being restored."""
         self.num_preemptions = self._next_step_id = 0
 
     @property
@@ -120,6 +122,7 @@ class Scheduler:
         """
         num_preemptions, limits, defers = self.num_preemptions, self._limits, draft is not None
         steps = [RankStep(r, limits=limits, preempt=self.preempt, defers_decoding=defers) for r in self.open_ranks]
+        self._take_arrivals()
         for step in steps:
             step.add_running()
         if self.num_preemptions == num_preemptions:
@@ -238,6 +241,8 @@ class Scheduler:
             return False
         first = ranked[0].rank.index
         for step in () if first in closed else (step for step in ranked if step.rank.index not in closed):
+            if self._delays(sequence, step.rank):
+                return True
             if step.admit(sequence):
                 if step.has_followers:
                     fork_followers(step, page_size=self._limits.page_size)
@@ -261,9 +266,7 @@ class Scheduler:
 
         Before them stands the number of its tokens that the first has cached, or -1 if there is none.
         """
-        num_cached = {
-            step: step.rank.num_cached(sequence) for step in steps if self._takes_adapter(sequence, step.rank)
-        }
+        num_cached = {step: _num_found(sequence, step.rank) for step in steps if self._may_take(sequence, step.rank)}
         ranked = sorted(num_cached, key=lambda step: (step.backlog - num_cached[step], len(step.rank.running)))
         if not ranked:
             return -1, []
@@ -295,8 +298,24 @@ class Scheduler:
         if retention.ends_session and cache.owner is not None:
             finish_session(self, cache.owner)
 
-    def _takes_adapter(self, sequence: Sequence, rank: DataRank) -> bool:
-        """Return True if steps of a rank have a place for the adapter of a sequence beside those that run."""
+    def _take_arrivals(self) -> None:
+        """Cache the pages that the last plan restored; sequences that waited for them may start."""
+        self._delayed.clear()
+        for rank in self.ranks:
+            if rank.host is not None:
+                rank.host.arrive()
+
+    def _delays(self, sequence: Sequence, rank: DataRank) -> bool:
+        """Return True if a sequence waits for pages that are being restored on a rank."""
+        if rank.host is None or not rank.host.delays(sequence):
+            return False
+        self._delayed.add(sequence)
+        return True
+
+    def _may_take(self, sequence: Sequence, rank: DataRank) -> bool:
+        """Return True if a sequence waits for no pages, and steps of a rank have a place for its adapter."""
+        if sequence in self._delayed:
+            return False
         key = sequence.request.adapter
         if not key:
             return True
@@ -319,6 +338,12 @@ class Scheduler:
     def _is_private(self, request: GenerationRequest) -> bool:
         """Return True if only the choices of the request share its prefixes, as with forced routing."""
         return not self._limits.caches_prefixes or request.forced_routing is not None
+
+
+def _num_found(sequence: Sequence, rank: DataRank) -> int:
+    """Return the tokens of a waiting sequence that are cached on a rank, or behind these in host memory."""
+    num_cached = rank.num_cached(sequence)
+    return num_cached if rank.host is None else max(num_cached, rank.host.num_found(sequence))
 
 
 def _ignore(preemption: Preemption) -> None:

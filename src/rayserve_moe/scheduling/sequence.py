@@ -141,6 +141,8 @@ class CacheState:
     """Positions, ascending, whose state entries are kept for other sequences."""
     owner: str | None = None
     """Session that owns the pages it computes; None if sessions have no effect on eviction."""
+    page_names: list[bytes] = field(default_factory=list)
+    """Names of the whole pages of its known tokens, if they were looked up in host memory (`host_pages`)."""
     origins: tuple[tuple[int, int, str], ...] = ()
     """Ranges `(from, to, "cached" or "recomputed")` of positions that were found cached or recomputed.
 
@@ -308,6 +310,14 @@ class Sequence:
         counters = self.state.counters
         counters[NUM_PAGES] = counters[NUM_COMPUTED] = 0
         return pages
+
+
+def reusable_tokens(sequence: Sequence) -> np.ndarray:
+    """Return the known tokens but the last, which has to be computed to sample after it, and those to be probed."""
+    count, probe = sequence.num_tokens - 1, sequence.evidence.probe
+    if probe is not None and not probe.is_complete:
+        count = min(count, probe.frontier)
+    return sequence.token_ids[:count]
 
 
 def record_weights(sequence: Sequence, weight_version: str) -> None:

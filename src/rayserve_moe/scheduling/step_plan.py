@@ -38,6 +38,7 @@ from rayserve_moe.scheduling.token_probe import TokenProbe
 from rayserve_moe.state.groups import EntryGroup, PageGroup
 
 LAST_SAMPLED = -1
+NO_SLOT = -1
 DRAFTED = AWAITED = -2
 
 MAX_FORCED_CHOICES = 256
@@ -195,6 +196,38 @@ class AdapterWork:
     """Places, with the key of the adapter that each receives."""
 
 
+class HostSizes(NamedTuple):
+    """Slots in host memory for the pages of a data rank, and for entries after them."""
+
+    num_pages: int
+    num_entries: int = 0
+
+
+class CopyTimes(NamedTuple):
+    """Pages that the devices of a host have copied to host memory and back, and the seconds, both added up."""
+
+    num_pages: int
+    seconds: float
+
+
+NO_HOST_PAGES, NO_COPIES = HostSizes(0), CopyTimes(0, 0.0)
+
+
+@dataclass(frozen=True)
+class PageMoves:
+    """Copies of pages between devices and host memory, which every host makes of its share.
+
+    A copy is a data rank, a slot of host memory, the slot of its entries or NO_SLOT, then the page in every page table
+    and the entry in every entry group, 0 for none. Pages are offloaded before the step, which may overwrite them.
+    Restored pages are there before the next step.
+    """
+
+    offloads: np.ndarray
+    """int32 [N, 3 + tables + entry groups]."""
+    restores: np.ndarray
+    """Likewise."""
+
+
 NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK, NO_CHUNKS = PageTableChanges(), RowSampling(), BlockWork(), Chunks()
 
 
@@ -232,6 +265,8 @@ class StepPlan:
     """Tokens to probe after the step."""
     adapters: AdapterWork | None = None
     """Adapters of the chunks; None if no chunk has one."""
+    moves: PageMoves | None = None
+    """Copies of pages; None without any. Also in a plan without chunks."""
 
     @property
     def has_blocks(self) -> bool:
@@ -288,6 +323,8 @@ class StepResult:
     """Drafts of a draft model for every row that has sampled, int32 [rows, max drafts], if requested."""
     draft_s: float = 0.0
     """Seconds of waiting for the drafts after the step."""
+    copied: CopyTimes = NO_COPIES
+    """Copies of pages since the result before, on the host of rank 0."""
 
     @property
     def finite(self) -> np.ndarray:
@@ -325,6 +362,8 @@ class StartReport:
     """Placement of the experts; None for their own order."""
     kernels: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Chosen kernel by operation, with the reasons against the ones preferred to it."""
+    host: HostSizes = NO_HOST_PAGES
+    """Evicted pages of a data rank that host memory holds."""
 
     def __str__(self) -> str:
         windowed = "".join(

@@ -27,6 +27,7 @@ RENAMED = {
     "pages_total": "kv_pages",
     "pages_free": "kv_pages_free",
     "pages_cached": "kv_pages_cached",
+    "host_pages_total": "host_pages",
     "tokens_in_use": "kv_tokens_in_use",
     "picks_kept_share": "picks_kept_ratio",
     "rank_imbalance": "rank_imbalance_ratio",

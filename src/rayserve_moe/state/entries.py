@@ -31,7 +31,7 @@ class EntryState:
         tokens = self._entry_tokens = group.entry_tokens
         assert not (tokens % page_size and page_size % tokens), f"entries of {tokens}, pages of {page_size} tokens"
         assert group.num_entries > 2 * num_rows, "every row has an entry of its own and a source"
-        self.entry_of = np.zeros(num_rank_pages, np.int32)
+        self.place_of = np.zeros(num_rank_pages, np.int32)
         """The entry after each page of the rank, int32 [pages of the rank]; NO_ENTRY for none."""
         self._page_size, self._num_entries = page_size, group.num_entries
         self._page_of = np.full(group.num_entries, NOT_IN_USE, np.int64)
@@ -43,6 +43,9 @@ class EntryState:
         self._free = list(range(group.num_entries - 1, NO_ENTRY, -1))
         self._idle: dict[int, None] = {}
         """Entries of pages without users or owner, least recently used first."""
+        self._restored: dict[int, int] = {}
+        """Entries on their way from elsewhere, by page, the first restored first."""
+        self._num_spare = group.num_entries - 1 - 2 * num_rows
         self._own = np.full(num_rows, NOT_IN_USE, np.int64)
         self._source = np.full(num_rows, NOT_IN_USE, np.int64)
         """The entry that holds the state after `_base` tokens of each row; may be its own."""
@@ -52,18 +55,30 @@ class EntryState:
         self._changed: dict[int, None] = {}
         """Rows with entries that the devices do not know yet."""
 
-    @property
-    def num_kept(self) -> int:
-        """Return the number of entries that belong to pages."""
-        return int(np.count_nonzero(self.entry_of))
+    def usable(self, are_held: np.ndarray) -> np.ndarray:
+        """Return whether an entry stands after the first 0, 1 ... n pages, bool [n + 1]; True for 0."""
+        return np.concatenate([[True], are_held])
 
-    def usable_after(self, page_ids: np.ndarray) -> np.ndarray:
-        """Return whether an entry stands after the first 0, 1 ... n of `page_ids` [n], bool [n + 1]; True for 0."""
-        return np.concatenate([[True], self.entry_of[page_ids] != NO_ENTRY])
+    def restore(self, page: int, *, is_held: bool) -> None:
+        """Attach an entry to a page if it is held, as many as rows can do without."""
+        if not is_held or not self._num_spare:
+            return
+        if len(self._restored) == self._num_spare:
+            self._detach(self._restored.pop(next(iter(self._restored))))
+        entry = self._allocate()
+        self._are_owned[entry] = False
+        self._attach(entry, page)
+        self._restored[page] = entry
+
+    def end_restore(self, page_ids: np.ndarray) -> None:
+        """Let the entries of restored pages [n] wait for a prefix to be found."""
+        for page in page_ids.tolist():
+            if (entry := self._restored.pop(page, None)) is not None:
+                self._settle(entry)
 
     def enter(self, row: int, page_ids: np.ndarray, *, position: int, kept: tuple[int, ...] = ()) -> None:
         """Start a row from the entry at `position`; the states after `kept` tokens shall be found by others."""
-        source = int(self.entry_of[page_ids[-1]]) if position else NO_ENTRY
+        source = int(self.place_of[page_ids[-1]]) if position else NO_ENTRY
         assert source or not position, "a row starts after a page without an entry"
         self._start(row, source, base=position)
         self._kept[row] = kept
@@ -102,15 +117,15 @@ class EntryState:
 
     def hand_over(self, page_ids: np.ndarray, cached_ids: np.ndarray) -> None:
         """Move the entries of `page_ids` [n] to the pages `cached_ids` [n] that have none."""
-        movable = (self.entry_of[page_ids] != NO_ENTRY) & (self.entry_of[cached_ids] == NO_ENTRY)
+        movable = (self.place_of[page_ids] != NO_ENTRY) & (self.place_of[cached_ids] == NO_ENTRY)
         for page, cached in zip(page_ids[movable].tolist(), cached_ids[movable].tolist(), strict=True):
-            entry = self.entry_of[page]
-            self.entry_of[cached], self.entry_of[page], self._page_of[entry] = entry, NO_ENTRY, cached
+            entry = self.place_of[page]
+            self.place_of[cached], self.place_of[page], self._page_of[entry] = entry, NO_ENTRY, cached
 
     def forget(self, page_ids: np.ndarray) -> None:
         """Release the entries of pages [n] that the rank has freed."""
-        for page in page_ids[self.entry_of[page_ids] != NO_ENTRY].tolist():
-            self._detach(int(self.entry_of[page]))
+        for page in page_ids[self.place_of[page_ids] != NO_ENTRY].tolist():
+            self._detach(int(self.place_of[page]))
 
     def take_row_values(self) -> RowValues:
         """Return the changed columns of rows, ENTRY_COLUMNS of each."""
@@ -134,12 +149,12 @@ class EntryState:
         users = np.bincount(source[(source != own) & (source != NO_ENTRY)], minlength=self._num_entries)
         assert np.array_equal(users, self._num_users), "users of an entry are miscounted"
         assert np.array_equal(np.sort(own), np.flatnonzero(self._are_owned)), "owners of entries are miscounted"
-        pages = np.flatnonzero(self.entry_of)
-        attached = self.entry_of[pages]
+        pages = np.flatnonzero(self.place_of)
+        attached = self.place_of[pages]
         assert np.array_equal(self._page_of[attached], pages), "an entry belongs to another page"
         assert np.count_nonzero(self._page_of != NOT_IN_USE) == len(pages), "an entry belongs to two pages"
         assert is_allocated[pages].all(), "an entry stands behind a free page"
-        held = {*own.tolist(), *np.flatnonzero(users).tolist()}
+        held = {*own.tolist(), *np.flatnonzero(users).tolist(), *self._restored.values()}
         assert set(self._idle) == set(attached.tolist()) - held, "idle entries are miscounted"
         assert not set(own.tolist()) & set(attached.tolist()), "a row writes an entry of a page"
         assert sorted([*self._free, *(held | set(attached.tolist()))]) == list(range(1, self._num_entries)), "lost"
@@ -181,8 +196,8 @@ class EntryState:
 
     def _attach(self, entry: int, page: int) -> None:
         """Attach an entry to a page that has none."""
-        if self.entry_of[page] == NO_ENTRY:
-            self.entry_of[page], self._page_of[entry] = entry, page
+        if self.place_of[page] == NO_ENTRY:
+            self.place_of[page], self._page_of[entry] = entry, page
 
     def _settle(self, entry: int) -> None:
         """Free an entry that nothing refers to, or let it wait for a prefix to be found."""
@@ -195,7 +210,7 @@ class EntryState:
 
     def _detach(self, entry: int) -> None:
         """Take an entry from its page; it is free without users."""
-        self.entry_of[self._page_of[entry]] = NO_ENTRY
+        self.place_of[self._page_of[entry]] = NO_ENTRY
         self._page_of[entry] = NOT_IN_USE
         if not self._num_users[entry]:
             self._idle.pop(entry, None)

@@ -25,32 +25,49 @@ class PagedState:
 
     def __init__(self, window: int, *, num_pages: int, num_rank_pages: int, page_size: int, num_rows: int) -> None:
         assert window > 0, "layers without a window see all pages"
-        self.page_of = np.zeros(num_rank_pages, np.int32)
+        self.place_of = np.zeros(num_rank_pages, np.int32)
         """The page behind each page of the rank, int32 [pages of the rank]; 0 for none."""
         self._window, self._num_pages, self._page_size = window, num_pages, page_size
-        self._num_users = np.zeros(num_rank_pages, np.int32)
+        self.num_users = np.zeros(num_rank_pages, np.int32)
+        """Rows that see each page of the rank or will see it, int32 [pages of the rank]."""
         self._free = list(range(num_pages - 1, 0, -1))
         self._idle: dict[int, None] = {}  # pages of the rank without users, least recently used first
+        self._restored: dict[int, None] = {}
+        """Pages of the rank whose data is on its way from elsewhere, the first restored first."""
+        self._num_spare = num_pages - 1 if num_pages >= num_rank_pages else (num_pages - 1) // 2
+        """Pages that all rows can do without (`state.groups.page_groups`)."""
         self._first_seen = np.full(num_rows, NOT_IN_USE)  # by row: index of the first page that it uses
 
-    @property
-    def num_in_use(self) -> int:
-        """Return the number of pages that a running sequence sees or will see."""
-        return self._num_pages - 1 - len(self._free) - len(self._idle)
-
-    def usable_after(self, page_ids: np.ndarray) -> np.ndarray:
-        """Return whether a query after the first 0, 1 ... n of `page_ids` [n] finds all pages that it sees, [n + 1]."""
-        counts = np.arange(len(page_ids) + 1)
-        missing = np.where(self.page_of[page_ids] > 0, -1, counts[:-1])
+    def usable(self, are_held: np.ndarray) -> np.ndarray:
+        """Return whether a query after the first 0, 1 ... n pages finds all pages that it sees, bool [n + 1]."""
+        counts = np.arange(len(are_held) + 1)
+        missing = np.where(are_held, -1, counts[:-1])
         last_missing = np.maximum.accumulate(np.concatenate([[-1], missing]))
         return last_missing < self._first_seen_from(counts * self._page_size)
+
+    def restore(self, page: int, *, is_held: bool) -> None:
+        """Keep or free the page behind a page of the rank that no row uses."""
+        self.num_users[page] = 0
+        if not is_held:
+            self._drop(page)
+            return
+        self._restored[page] = None
+        if len(self._restored) > self._num_spare:
+            self._drop(next(iter(self._restored)))
+
+    def end_restore(self, page_ids: np.ndarray) -> None:
+        """Let the pages behind restored pages [n] wait for a prefix to be found."""
+        for page in page_ids.tolist():
+            if page in self._restored:
+                del self._restored[page]
+                self._idle[page] = None
 
     def enter(self, row: int, page_ids: np.ndarray, *, position: int, kept: tuple[int, ...] = ()) -> None:
         """Let a row use the computed pages that its next query, at `position`, sees."""
         first = self._first_seen[row] = int(self._first_seen_from(position))
         seen = page_ids[first:]
-        assert self.page_of[seen].all(), "a cached prefix lacks pages that are seen from its end"
-        self._num_users[seen] += 1
+        assert self.place_of[seen].all(), "a cached prefix lacks pages that are seen from its end"
+        self.num_users[seen] += 1
         for page in seen.tolist():
             self._idle.pop(page, None)
 
@@ -65,8 +82,8 @@ class PagedState:
             if not self._free:
                 assert self._idle, "the pages of a window are too few for the rows"
                 self._drop(next(iter(self._idle)))
-            self.page_of[page] = self._free.pop()
-        self._num_users[page_ids] = 1
+            self.place_of[page] = self._free.pop()
+        self.num_users[page_ids] = 1
 
     def advance(self, num_computed: np.ndarray, page_ids: np.ndarray) -> None:
         """Release the pages of every row that lie before all its coming queries."""
@@ -82,15 +99,15 @@ class PagedState:
 
     def hand_over(self, page_ids: np.ndarray, cached_ids: np.ndarray) -> None:
         """Move unused pages behind `page_ids` [n] to the `cached_ids` [n] that have no page behind them."""
-        movable = (self.page_of[page_ids] > 0) & (self.page_of[cached_ids] == 0) & (self._num_users[page_ids] == 0)
+        movable = (self.place_of[page_ids] > 0) & (self.place_of[cached_ids] == 0) & (self.num_users[page_ids] == 0)
         for page, cached in zip(page_ids[movable].tolist(), cached_ids[movable].tolist(), strict=True):
             del self._idle[page]
             self._idle[cached] = None
-            self.page_of[cached], self.page_of[page] = self.page_of[page], 0
+            self.place_of[cached], self.place_of[page] = self.place_of[page], 0
 
     def forget(self, page_ids: np.ndarray) -> None:
         """Free the pages behind pages [n] that the rank has freed."""
-        for page in page_ids[self.page_of[page_ids] > 0].tolist():
+        for page in page_ids[self.place_of[page_ids] > 0].tolist():
             self._drop(page)
 
     def take_row_values(self) -> RowValues:
@@ -100,12 +117,14 @@ class PagedState:
     def check_integrity(self, pages_of_rows: Iterable[tuple[int, np.ndarray]], *, is_allocated: np.ndarray) -> None:
         """Assert that users, owners and free pages agree with an independent count over rows and their pages."""
         used = [page_ids[self._first_seen[row] :] for row, page_ids in pages_of_rows]
-        counted = np.bincount(np.concatenate([np.zeros(0, np.int64), *used]), minlength=len(self.page_of))
-        assert np.array_equal(counted, self._num_users), "users of a page are miscounted"
-        assert self.page_of[counted > 0].all(), "a page was freed while a query can see it"
-        owners = np.flatnonzero(self.page_of)
-        assert sorted([*self.page_of[owners], *self._free]) == list(range(1, self._num_pages)), "a page has two owners"
-        assert set(self._idle) == set(owners[counted[owners] == 0].tolist()), "pages without users are miscounted"
+        counted = np.bincount(np.concatenate([np.zeros(0, np.int64), *used]), minlength=len(self.place_of))
+        assert np.array_equal(counted, self.num_users), "users of a page are miscounted"
+        assert self.place_of[counted > 0].all(), "a page was freed while a query can see it"
+        owners = np.flatnonzero(self.place_of)
+        assert sorted([*self.place_of[owners], *self._free]) == list(range(1, self._num_pages)), "a page has two owners"
+        unused = set(owners[counted[owners] == 0].tolist())
+        assert set(self._idle) == unused - set(self._restored), "pages without users are miscounted"
+        assert set(self._restored) <= unused, "a page is used before its data has arrived"
         assert is_allocated[owners].all(), "a page stands behind a free one"
 
     def _first_seen_from(self, positions: np.ndarray | int) -> np.ndarray:
@@ -113,14 +132,15 @@ class PagedState:
         return np.maximum(np.asarray(positions) + 1 - self._window, 0) // self._page_size
 
     def _release(self, page_ids: np.ndarray) -> None:
-        self._num_users[page_ids] -= 1
-        for page in page_ids[self._num_users[page_ids] == 0].tolist():
+        self.num_users[page_ids] -= 1
+        for page in page_ids[self.num_users[page_ids] == 0].tolist():
             self._idle[page] = None
 
     def _drop(self, page: int) -> None:
-        del self._idle[page]
-        self._free.append(int(self.page_of[page]))
-        self.page_of[page] = 0
+        self._idle.pop(page, None)
+        self._restored.pop(page, None)
+        self._free.append(int(self.place_of[page]))
+        self.place_of[page] = 0
 
 
 def states_of(
@@ -149,7 +169,7 @@ def states_of(
         if group.window
     }
     own_ids = np.arange(num_rank_pages, dtype=np.int32)
-    maps = (paged[place].page_of if place in paged else own_ids for place in range(len(groups)))
+    maps = (paged[place].place_of if place in paged else own_ids for place in range(len(groups)))
     entries = (
         EntryState(group, num_rank_pages=num_rank_pages, page_size=page_size, num_rows=num_rows)
         for group in entry_groups

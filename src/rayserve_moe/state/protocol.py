@@ -29,11 +29,26 @@ class SequenceState(Protocol):
     sequence that has pages never waits for a state.
     """
 
-    def usable_after(self, page_ids: np.ndarray) -> np.ndarray:
-        """Return whether a sequence can start after the first 0, 1 ... n of cached pages `page_ids` [n], bool [n + 1].
+    place_of: np.ndarray
+    """Where the data of each page of the rank lies in the pools, int32 [pages of the rank]; 0 for none."""
 
-        Position 0 is always usable.
+    def usable(self, are_held: np.ndarray) -> np.ndarray:
+        """Return whether a sequence can start after the first 0, 1 ... n cached pages, bool [n + 1].
+
+        `are_held` bool [n] is True for pages whose data is there. Position 0 is always usable.
         """
+        ...
+
+    def restore(self, page: int, *, is_held: bool) -> None:
+        """Prepare a page that the rank has just allocated for data from elsewhere, or for none.
+
+        If the state holds no more such data, the page restored first loses its place. Until `end_restore` no other page
+        takes a place.
+        """
+        ...
+
+    def end_restore(self, page_ids: np.ndarray) -> None:
+        """Let the data of restored pages [n] wait for a prefix to be found."""
         ...
 
     def enter(self, row: int, page_ids: np.ndarray, *, position: int, kept: tuple[int, ...] = ()) -> None:

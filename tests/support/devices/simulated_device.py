@@ -19,7 +19,16 @@ import numpy as np
 
 from rayserve_moe.scheduling import sequence as sequences
 from rayserve_moe.scheduling.scheduler import StepLimits
-from rayserve_moe.scheduling.step_plan import AWAITED, DRAFTED, LAST_SAMPLED, PageTableChanges, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import (
+    AWAITED,
+    DRAFTED,
+    LAST_SAMPLED,
+    NO_SLOT,
+    PageMoves,
+    PageTableChanges,
+    StepPlan,
+    StepResult,
+)
 from rayserve_moe.state.entries import ENTRY_COLUMNS
 from rayserve_moe.state.groups import PageGroup
 
@@ -132,7 +141,7 @@ class EntryMemory:
         (group,) = limits.entry_groups
         num_rows = limits.num_rows * limits.num_data_ranks
         self._grid, self._rows_per_rank = group.entry_tokens, limits.num_rows
-        self._states = np.zeros((limits.num_data_ranks, group.num_entries), np.int64)
+        self.states = np.zeros((limits.num_data_ranks, group.num_entries), np.int64)
         self._rings = np.full((num_rows, group.entry_tokens), POISON, np.int64)
         self.columns = np.zeros((num_rows, ENTRY_COLUMNS), np.int64)
         """Own entry, source and tokens before the source of each row."""
@@ -148,7 +157,7 @@ class EntryMemory:
 
     def _advance(self, spot: Spot, past: Past, *, is_right: bool) -> None:
         position, grid, (own, _, source_base) = spot.position, self._grid, self.columns[spot.row].tolist()
-        states, ring = self._states[spot.row // self._rows_per_rank], self._rings[spot.row]
+        states, ring = self.states[spot.row // self._rows_per_rank], self._rings[spot.row]
         is_known = is_right and position <= len(past.tokens)
         base = position // grid * grid
         if position == base and position not in (0, source_base):
@@ -163,7 +172,7 @@ class EntryMemory:
 
     def _check(self, row: int, base: int, past: Past, *, is_known: bool) -> None:
         own, source, source_base = self.columns[row].tolist()
-        held = self._states[row // self._rows_per_rank, source if base == source_base else own]
+        held = self.states[row // self._rows_per_rank, source if base == source_base else own]
         expected = past.stands_for[base - 1] if base and is_known else 0
         assert not is_known or held == expected, "another state is continued"
 
@@ -175,11 +184,44 @@ class PagedMemory:
         self._page_size = limits.page_size
         groups = limits.page_groups or (PageGroup(0, limits.num_pages),)
         self._pools = [_Pool(limits, window=group.window, num_pages=group.num_pages) for group in groups]
-        self._written_at = np.zeros_like(self._pools[0].stands_for)
+        self._written_at, self._num_pages = np.zeros_like(self._pools[0].stands_for), groups[0].num_pages
         self._num_indices = -(-limits.max_tokens // limits.page_size) * len(self._pools)
         """Entries of the page tables of a row."""
         self.entries = EntryMemory(limits) if limits.entry_groups else None
         self.num_flushes = 0
+        self._hosted: dict[tuple[int, int], list[np.ndarray]] = {}
+        """Pages in host memory by rank and slot: what they stand for in each pool, and when they were written."""
+        self._hosted_entries: dict[tuple[int, int], int] = {}
+        self._arriving: list[tuple[int, list[int], list[np.ndarray], int | None]] = []
+        """Rank, places, page and entry of each copy that the next plan finds."""
+
+    def move(self, moves: PageMoves | None) -> None:
+        """Copy pages as hosts do: those of the plan before arrive, then others leave, then slots are read."""
+        for rank, places, page, entry in self._arriving:
+            for held, stands_for in zip(self._of_page(rank, places), page, strict=True):
+                if held is not None:
+                    held[:] = stands_for
+            if self.entries is not None and entry is not None and places[-1]:
+                self.entries.states[rank, places[-1]] = entry
+        self._arriving.clear()
+        if moves is None:
+            return
+        for rank, slot, entry_slot, *places in moves.offloads.tolist():
+            nothing = np.full(self._page_size, POISON)
+            self._hosted[rank, slot] = [
+                (nothing if held is None else held).copy() for held in self._of_page(rank, places)
+            ]
+            if self.entries is not None and entry_slot != NO_SLOT:
+                self._hosted_entries[rank, entry_slot] = int(self.entries.states[rank, places[-1]])
+        for rank, slot, entry_slot, *places in moves.restores.tolist():
+            page = [stands_for.copy() for stands_for in self._hosted[rank, slot]]
+            self._arriving.append((rank, places, page, self._hosted_entries.get((rank, entry_slot))))
+
+    def _of_page(self, rank: int, places: list[int]) -> list[np.ndarray | None]:
+        """Return what a page stands for in each pool, None where it has no place, and when it was written."""
+        held = [pool.of_page(rank, page) if page else None for pool, page in zip(self._pools, places, strict=False)]
+        written = self._written_at.reshape(-1, self._page_size)
+        return [*held, written[rank * self._num_pages + places[0]]]
 
     def announce(self, pages: PageTableChanges) -> None:
         """Set entries of page tables, and the values of states behind them."""

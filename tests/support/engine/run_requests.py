@@ -17,6 +17,7 @@ from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import Executor
 from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.guides import guides_of
+from rayserve_moe.engine.host_pages import HostedPages
 from rayserve_moe.engine.loop import capture_for, cycle_with
 from rayserve_moe.engine.speculation.policy import Speculation
 from rayserve_moe.engine.speculation.proposers import Proposer
@@ -28,7 +29,7 @@ from rayserve_moe.scheduling.recovery import add_choices
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
 from rayserve_moe.scheduling.sequence import Sequence, prompt_columns, restore
-from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
+from rayserve_moe.scheduling.step_plan import HostSizes, StartReport, StepPlan, StepResult
 from tests.support.engine.outputs import LOGPROB_TOLERANCE, RECURRENT_TOLERANCE, Outcome, Outcomes
 from tests.support.engine.schedulers import some_reach
 from tests.support.models.core import NUM_PAGES, PAGE_SIZE
@@ -78,6 +79,7 @@ class Way:
     num_drafts: int = 1
     constraints: ConstraintCompiler | None = None
     executor: Executor | None = None
+    hosted: HostSizes | None = None
 
 
 def run_together(
@@ -157,6 +159,7 @@ def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
         overlaps=way.overlaps,
         eplb=way.eplb,
         speculation=speculation,
+        hosted=None if way.hosted is None else HostedPages(scheduler, way.hosted, rows=capture),
     )
 
 

@@ -40,7 +40,7 @@ def columns_of(state: EntryState, row: int) -> tuple[int, ...] | None:
 
 def usable(state: EntryState, pages: np.ndarray = PAGES) -> list[int]:
     """Return the tokens after which a prefix of pages is usable."""
-    return (np.flatnonzero(state.usable_after(pages)) * PAGE).tolist()
+    return (np.flatnonzero(state.usable(state.place_of[pages] > 0)) * PAGE).tolist()
 
 
 def test_a_row_begins_with_zeros_and_an_entry_of_its_own(state: EntryState):
@@ -145,7 +145,7 @@ def test_entries_move_to_cached_twins_and_go_with_their_page(state: EntryState):
     state.hand_over(PAGES, twins)
     assert usable(state) == [0] and usable(state, twins) == [0, 8]
     state.forget(twins[1:2])
-    assert usable(state, twins) == [0] and state.num_kept == 0
+    assert usable(state, twins) == [0] and not state.place_of.any()
     state.check_integrity([], is_allocated=np.zeros(NUM_PAGES, np.bool_))
 
 
@@ -155,4 +155,4 @@ def test_pages_larger_than_the_grid_keep_entries_at_their_ends():
     for position, found in ((9, [True, False, False]), (17, [True, True, False])):
         state.enter(0, PAGES[:0], position=0)
         state.leave(0, PAGES[:2], positions=(position, position))
-        assert state.usable_after(PAGES[:2]).tolist() == found
+        assert state.usable(state.place_of[PAGES[:2]] > 0).tolist() == found

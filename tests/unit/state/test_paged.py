@@ -41,7 +41,7 @@ def test_a_row_uses_the_pages_that_its_coming_queries_see(state: PagedState):
     for num_computed in (0, 7, 8, 11, 12, 16):
         advance(state, ALL, num_computed=num_computed)
         check(state, {0: ALL})
-        in_use.append(state.num_in_use)
+        in_use.append(int(np.count_nonzero(state.num_users)))
     assert in_use == [4, 4, 3, 3, 2, 1], "the query at 8 sees 4 to 8, the query at 16 sees 12 to 16"
 
 
@@ -54,10 +54,12 @@ def test_rows_that_are_not_in_use_stay_so(state: PagedState):
 def test_a_prefix_is_usable_where_the_pages_that_the_next_query_sees_are_there(state: PagedState):
     start(state, 0, ALL)
     state.leave(0, ALL, positions=(0, 0))
-    assert state.usable_after(ALL).all()
+    assert state.usable(state.place_of[ALL] > 0).all()
     state.forget(np.array([2]))
-    assert state.usable_after(ALL).tolist() == [True, True, False, True, True], "the query at 8 sees 4 to 8"
-    assert state.usable_after(ALL[:0]).tolist() == [True]
+    assert state.usable(state.place_of[ALL] > 0).tolist() == [True, True, False, True, True], (
+        "the query at 8 sees 4 to 8"
+    )
+    assert state.usable(state.place_of[ALL[:0]] > 0).tolist() == [True]
     check(state, {})
 
 
@@ -65,9 +67,9 @@ def test_pages_without_users_make_way_least_recently_used_first(state: PagedStat
     start(state, 0, ALL)
     state.leave(0, ALL, positions=(0, 0))
     start(state, 1, np.arange(5, 10))
-    assert state.usable_after(ALL).all(), "nine pages are enough for both"
+    assert state.usable(state.place_of[ALL] > 0).all(), "nine pages are enough for both"
     state.grow(np.array([10, 11]))
-    assert state.page_of[ALL].astype(bool).tolist() == [False, False, True, True]
+    assert state.place_of[ALL].astype(bool).tolist() == [False, False, True, True]
     check(state, {1: np.arange(5, 12)})
 
 
@@ -76,7 +78,7 @@ def test_a_fork_uses_pages_of_its_leader(state: PagedState):
     state.fork(1, ALL[:3], position=14, leader=0)
     check(state, {0: ALL, 1: ALL[:3]})
     state.leave(0, ALL, positions=(0, 0))
-    assert state.num_in_use == 1, "the query at 14 sees 10 to 14"
+    assert int(np.count_nonzero(state.num_users)) == 1, "the query at 14 sees 10 to 14"
     advance(state, ALL, num_computed=0)
     check(state, {1: ALL[:3]})
 
@@ -95,10 +97,10 @@ def test_pages_move_to_cached_pages_that_lack_them(state: PagedState):
     state.forget(cached[:2])
     start(state, 1, own)
     state.leave(1, own, positions=(0, 0))
-    before = state.page_of[own].tolist()
+    before = state.place_of[own].tolist()
     state.hand_over(own, cached)
-    assert state.page_of[cached[:2]].tolist() == before[:2]
-    assert state.page_of[own].tolist() == [0, 0, *before[2:]], "cached pages that lack nothing keep theirs"
+    assert state.place_of[cached[:2]].tolist() == before[:2]
+    assert state.place_of[own].tolist() == [0, 0, *before[2:]], "cached pages that lack nothing keep theirs"
     check(state, {})
 
 
@@ -107,7 +109,7 @@ def test_freed_pages_of_the_rank_have_none_behind_them(state: PagedState):
     state.leave(0, ALL, positions=(0, 0))
     state.forget(ALL)
     check(state, {}, freed=ALL)
-    assert not state.page_of.any()
+    assert not state.place_of.any()
 
 
 def test_a_page_behind_a_free_one_is_noticed(state: PagedState):
@@ -118,6 +120,6 @@ def test_a_page_behind_a_free_one_is_noticed(state: PagedState):
 
 def test_a_page_that_is_lost_is_noticed(state: PagedState):
     start(state, 0, ALL)
-    state.page_of[ALL[-1]] = 0
+    state.place_of[ALL[-1]] = 0
     with pytest.raises(AssertionError, match="while a query can see it"):
         check(state, {0: ALL})

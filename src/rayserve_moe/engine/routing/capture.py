@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,14 @@ SOURCES = ("computed", "cached", "recomputed")
 NO_VERSION = -1
 Places = tuple[np.ndarray, np.ndarray]
 """Slots of the store, and the stamps of their rows."""
+
+
+class PageRows(NamedTuple):
+    """Rows of the tokens of a page, while it is in host memory."""
+
+    rows: np.ndarray
+    versions: np.ndarray
+    parts: dict[str, np.ndarray]
 
 
 class RoutingCapture(StepExtension):
@@ -112,6 +121,19 @@ class RoutingCapture(StepExtension):
         elif cause.weight_version != self._versions[-1]:
             self._versions.append(cause.weight_version)
 
+    def of_page(self, data_rank: int, page: int, *, generation: int) -> PageRows | None:
+        """Return a copy of the rows of all tokens of a page, or None if some are not known."""
+        slots, stamps = self._page_places(data_rank, page, generation)
+        rows, is_known = self._store.read(slots, stamps)
+        if not is_known.all():
+            return None
+        return PageRows(rows, self._store.versions(slots), self._store.parts(slots, is_known))
+
+    def put(self, data_rank: int, page: int, *, generation: int, rows: PageRows) -> None:
+        """Store rows for another allocation of a page."""
+        slots, stamps = self._page_places(data_rank, page, generation)
+        self._store.write(slots, stamps, rows=rows.rows, versions=rows.versions, parts=rows.parts)
+
     def streamed(self, sequence: Sequence) -> RoutedExperts | None:
         """Return the rows of a running sequence that its client does not have yet; None if they are not streamed."""
         return self._published(sequence) if _streams_routing(sequence.request) else None
@@ -193,6 +215,11 @@ class RoutingCapture(StepExtension):
         rows = (np.repeat(chunks.rows[places], counts) for places in (chunks.sources[forks], forks))
         source, own = (self._places_in(table, each, positions) for each in rows)
         return source, own
+
+    def _page_places(self, data_rank: int, page: int, generation: int) -> Places:
+        """Return the slots and stamps of the tokens of a page."""
+        first = data_rank * self._slots_per_rank + page * self._page_size
+        return np.arange(first, first + self._page_size), np.full(self._page_size, generation)
 
     def _places_in(self, table: RowTable, rows: np.ndarray, positions: np.ndarray) -> Places:
         """Return slots and stamps of positions of table rows of all data ranks."""

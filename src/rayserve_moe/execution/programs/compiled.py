@@ -24,6 +24,7 @@ import jax.monitoring
 import numpy as np
 
 from rayserve_moe.config.load import unset_compiler_options
+from rayserve_moe.execution.page_store import PagePrograms
 from rayserve_moe.execution.programs.cache import KeptPrograms, program_key, without_cache_of_jax
 from rayserve_moe.execution.programs.specs import (
     ADJUST,
@@ -34,8 +35,10 @@ from rayserve_moe.execution.programs.specs import (
     PUT_ADAPTER,
     PUT_LAYER,
     READ_COUNTS,
+    READ_PAGES,
     SWAP,
     UPDATE,
+    WRITE_PAGES,
     Program,
     gather_name,
     names_for,
@@ -66,9 +69,9 @@ CompiledStep = Callable[..., tuple[DeviceState, StepOutput]]
 CompiledDraft = Callable[..., tuple[DeviceState, jax.Array]]
 """Takes ModelWeights, DeviceState and `rows_NS`."""
 CompiledUpdate = Callable[[DeviceState, np.ndarray], DeviceState]
-Launched = Callable[[], StepOutput]
+Launched = Callable[[], Any]
 """Waits for a launched call; returns its result or raises its error."""
-Launch = Callable[[Callable[[], StepOutput]], Launched]
+Launch = Callable[[Callable[[], Any]], Launched]
 """Runs calls in the order in which they are given."""
 
 
@@ -113,6 +116,8 @@ class CompiledPrograms:
     times: CompileTimes
     adapters: AdapterPrograms | None = None
     """Programs that change the resident adapters; None on a server without."""
+    pages: PagePrograms | None = None
+    """Programs that copy pages to host memory and back; None on a server that keeps none there."""
 
     @property
     def changes(self) -> tuple[CompiledUpdate, CompiledUpdate]:
@@ -207,7 +212,11 @@ def compile_served(
     others = (compiled[name] for name in (UPDATE, ADJUST, COPY, READ_COUNTS))
     put = compiled.get(PUT_ADAPTER)
     adapters = None if put is None else AdapterPrograms(put, compiled.get(PUT_LAYER))
-    return CompiledPrograms(steps, samplers, *others, migration, drafts, gathers, compiled[PROBE], times, adapters)
+    read = compiled.get(READ_PAGES)
+    pages = None if read is None else PagePrograms(read, compiled[WRITE_PAGES])
+    return CompiledPrograms(
+        steps, samplers, *others, migration, drafts, gathers, compiled[PROBE], times, adapters, pages
+    )
 
 
 def compile_shape(
@@ -240,7 +249,7 @@ def launch_for(devices: list[jax.Device]) -> Launch:
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="launch")
         return lambda call: pool.submit(call).result
 
-    def launch(call: Callable[[], StepOutput]) -> Launched:
+    def launch(call: Callable[[], Any]) -> Launched:
         output = call()
         return lambda: output
 

@@ -35,6 +35,7 @@ from rayserve_moe.execution.step.function import (
 )
 from rayserve_moe.execution.step.inputs import InputLayout
 from rayserve_moe.execution.step.page_copies import COPIES_SIZE
+from rayserve_moe.execution.step.page_moves import MAX_MOVES, moved_shapes, num_places, read_pages, write_pages
 from rayserve_moe.execution.step.probe import MAX_PROBED, gather_tokens, probe_tokens
 from rayserve_moe.execution.step.pytrees import DeviceState, StepConfig, StepShape
 from rayserve_moe.execution.step.row_updates import ADJUSTMENT_SIZE, VECTOR_SIZE
@@ -49,6 +50,8 @@ UPDATE, ADJUST, COPY, READ_COUNTS = "update_rows", "adjust_rows", "copy_pages", 
 """Names of programs other than steps."""
 PUT_ADAPTER, PUT_LAYER = "put_adapter", "put_adapter_layer"
 """Names of the programs that change the resident adapters."""
+READ_PAGES, WRITE_PAGES = "read_pages", "write_pages"
+"""Names of the programs that copy pages to host memory and back."""
 FETCH, SWAP = "fetch_slots", "swap_layer"
 """Names of the programs of a migration."""
 
@@ -90,6 +93,7 @@ def programs_of(served: ServedModel, *, num_pages: int) -> list[Program]:
         *(_gather_program(size, served, config=config) for size in probed_sizes(served)),
         _probe_program(served, config=config),
         *_adapter_programs(served, config=config),
+        *_page_programs(served, config=config, state=state),
     ]
     if served.staging is None:
         return programs
@@ -198,6 +202,15 @@ def _probe_program(served: ServedModel, *, config: StepConfig) -> Program:
         "num_top": _integers(served),
     }
     return Program(PROBE, partial(probe_tokens, config=config), (served.weights, normed), inputs)
+
+
+def _page_programs(served: ServedModel, *, config: StepConfig, state: DeviceState) -> Iterator[Program]:
+    """Yield the programs that copy pages to host memory and back, if the server keeps pages there."""
+    if served.settings.cache.host_mib:
+        places = _integers(served, config.model.plan.data_size, MAX_MOVES, num_places(config))
+        given = {"pages": tuple(shape.rows for shape in moved_shapes(state, config))}
+        yield Program(READ_PAGES, partial(read_pages, config=config), (state, places), {})
+        yield Program(WRITE_PAGES, partial(write_pages, config=config), (state, places), given, donated=0)
 
 
 def _integers(served: ServedModel, *shape: int) -> jax.ShapeDtypeStruct:
