@@ -9,7 +9,7 @@ between two turns. `arrival` admits waiting requests in order of arrival; `cache
 of a load have a third of the pages.
 
 `--host-pages` compares agents' sessions without and with a cache of evicted pages in host memory, whose copies pass one
-after the other on each chip, at a slow and at an ordinary rate.
+after the other on each chip.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ LOADS = {
 """`subagents` are called in 44 % of sessions, as vLLM publishes of its load AgentX; `rollouts` are groups of eight."""
 HOST_BYTES = 512 << 30
 """Of the 1,536 GiB that a host of v6e has (docs.cloud.google.com/tpu/docs/v6e)."""
-COPY_RATES = (2.5e9, 10e9)
+COPY_RATES = (10e9,)
 """Bytes per second between a chip and host memory. The link of a v6e is PCIe Gen5 (same page): 31.5e9 by 8 lanes, which
 is more than a thread copies."""
 RATIOS = {0.5: (9, 4), 1.1: (20, 4), 3.3: (62, 4), 10.0: (62, 12)}
