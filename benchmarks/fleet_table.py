@@ -151,36 +151,6 @@ def host_pages(measured: Mapping[str, Any]) -> str:
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
 
 
-FOUND, RESTORED = "on the devices", "in host memory"
-"""Places of the pages of second turns."""
-
-
-def evicted_turns(measured: Mapping[str, Any]) -> str:
-    """Render computed tokens, copies, gaps and times of both servers."""
-    medians = {
-        side: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        for side, runs in measured["runs"].items()
-    }
-    gaps = [
-        r["gap_s"] / f["gap_s"] for f, r in zip(*(measured["runs"][side] for side in (FOUND, RESTORED)), strict=True)
-    ]
-    rows = [
-        (
-            side,
-            f"{found['computed'] / found['ideal']:.3f}",
-            f"{found['moved_pages'] * measured['page_bytes'] / found['given']:,.0f}",
-            f"{1e3 * found['gap_s']:.2f}",
-            f"{statistics.median(gaps) if side == RESTORED else 1:.3f}",
-            f"{found['seconds']:.2f}",
-        )
-        for side, found in medians.items()
-    ]
-    heading = ("pages of second turns", "computed / ideal", "bytes copied per prompt token")
-    heading += ("gap of another stream, ms", "ratio", "all turns, s")
-    title = f"{measured['sessions']} sessions, {measured['size']} model, medians of {len(gaps)} alternating runs"
-    return f"**{title}**\n\n{markdown_table(heading, rows)}"
-
-
 def session_hints(measured: Mapping[str, Any]) -> str:
     """Render hints about sessions by number of sessions."""
     heading = ("sessions", "live / pool", "hints", "session, s", "good/s", "TTFT p50, s", "p99", "cached")

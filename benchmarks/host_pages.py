@@ -4,7 +4,7 @@
         [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
 Simulated time, with the sessions of `benchmarks.agent_sessions` on one replica. On each chip one copy follows the
-other, at a slow and at an ordinary rate.
+other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.simulation.slices import SliceReplica
 
 HOST_BYTES = 512 << 30
 """Bytes for pages, of the 1,536 GiB that a host of v6e has (docs.cloud.google.com/tpu/docs/v6e)."""
-COPY_RATES = (2.5e9, 10e9)
+COPY_RATES = (10e9,)
 """Bytes per second between a chip and host memory. The link of a v6e is PCIe Gen5 (same page): 31.5e9 by 8 lanes, which
 is more than a thread copies."""
 RATIOS = {0.5: (9, 4), 1.1: (20, 4), 3.3: (62, 4), 10.0: (62, 12)}

@@ -29,7 +29,6 @@ from benchmarks.figures import (
 )
 from benchmarks.fleet_table import (
     agent_sessions,
-    evicted_turns,
     fleet_conversations,
     fleet_overload,
     fleet_routing,
@@ -326,7 +325,6 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "session_hints": session_hints,
     "served_sessions": served_sessions,
     "host_pages": host_pages,
-    "evicted_turns": evicted_turns,
     "fleet_simulation": fleet_simulation,
     "fleet_validation": fleet_validation,
     "router_time": router_time,

@@ -22,7 +22,7 @@ from benchmarks.figures import (
     spread,
     step_parts,
 )
-from benchmarks.fleet_table import COMPARED, FOUND, RESTORED
+from benchmarks.fleet_table import COMPARED
 from benchmarks.routing_table import PAIRS
 from benchmarks.sections import SECTIONS
 from benchmarks.selection_table import MODES
@@ -168,15 +168,6 @@ def every_section() -> dict:
                  "session_p99_s": 366.0, "goodput_s": 5.5, "ttft_p50_s": 0.56, "ttft_p99_s": 25.2, "ttft_max_s": 30.0,
                  "tokens_s": 1301.0, "hits": 0.771}
             ],
-        },
-        "evicted_turns": {
-            "size": "small", "sessions": 16, "page_bytes": 1000.0,
-            "runs": {
-                side: [
-                    {"computed": 104.0, "ideal": 100.0, "given": 10.0, "moved_pages": 3.0, "gap_s": gap, "seconds": 2.0}
-                ]
-                for side, gap in ((FOUND, 0.1), (RESTORED, 0.105))
-            },
         },
         "host_pages": {
             "replica": "any", "num_hosted": 10_000,
@@ -495,7 +486,6 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("session_hints", "62.5%"),
         ("served_sessions", "0.75 (0.75-0.75)"),
         ("host_pages", "87.5%"),
-        ("evicted_turns", "1.050"),
         ("fleet_validation", "0.75"),
         ("router_time", "0.50"),
         ("http", "0.80 (0.80-0.80)"),
