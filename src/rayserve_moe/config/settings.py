@@ -295,7 +295,7 @@ class CompileSettings:
     invariant_products: str = _choice("auto", "on", "off")
     """`on`: ids, log-probs and rows of a token do not depend on its chunk or on the other tokens of a step, to the bit.
     Native CPU kernels always compute so; XLA on CPUs does with fixed blocks of rows, more slowly. `auto` is on where it
-    costs nothing. TPUs refuse `on`: not proven."""
+    costs nothing. TPUs refuse `on`: the order of some sums depends on the size of a step."""
     cpu_level: str = _choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon")
     """Instruction set of native kernels: `auto` is the fastest level of the processor; a lower level computes as on a
     processor without the higher ones. All engines of a process share it."""
