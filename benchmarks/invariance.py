@@ -96,12 +96,12 @@ def cost(size: str, *, repeats: int) -> dict[str, Any]:
     path, load = checkpoint_of(size), load_before_start()
     runs: dict[str, dict[str, list[Any]]] = {name: {side: [] for side in sides} for name in WORKLOADS}
     with ExitStack() as stack:
-        engines = {}
+        engines, facts = {}, {}
         for side in sides:
             kernels, setting = side.split()
-            engine = Engine(str(path), invariant_products=setting, **SETTINGS_OF[kernels])
-            engines[side] = stack.enter_context(engine)
-        facts = conditions(engines["xla on"], size=size, repeats=repeats, load_before=load)
+            engine = stack.enter_context(Engine(str(path), invariant_products=setting, **SETTINGS_OF[kernels]))
+            facts[side] = conditions(engine, size=size, repeats=repeats, load_before=load)
+            engines[side] = engine
         for name, workload in WORKLOADS.items():
             for repeat in range(-1, repeats):
                 for side in in_turn(sides, repeat + 1):
@@ -110,7 +110,7 @@ def cost(size: str, *, repeats: int) -> dict[str, Any]:
                     if repeat >= 0:
                         runs[name][side].append(run)
                 note(f"{name} {repeat + 1}/{repeats}")
-    return {**facts, "runs": runs}
+    return {"facts": facts, "runs": runs}
 
 
 def main() -> None:

@@ -6,10 +6,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+from rayserve_moe.execution.programs.specs import programs_of
 from rayserve_moe.kernels.reference.layers import project
 from rayserve_moe.kernels.row_blocks import in_blocks
-from rayserve_moe.tools.row_sums import compared, products_of
+from rayserve_moe.tools.row_sums import PRODUCT, compared, products_of, traced_sums
+from rayserve_moe.tools.served_cases import case_of_model, lay_out
 from tests.compile.topologies import compile_for, text_of
 
 WIDTH, WORDS = 2048, 18992
@@ -42,3 +45,37 @@ def test_a_product_that_the_compiler_turns_around_is_found():
 
 def test_a_product_in_blocks_of_rows_has_one_order():
     assert compared_sizes(blocks=True) == []
+
+
+BY_SIZE = {
+    "qwen3-30b-a3b": {
+        "experts/routing.py",
+        "kernels/narrow_weights.py",
+        "kernels/reference/layers.py",
+        "kernels/tpu/add_norm.py",
+        "kernels/tpu/device_sums.py",
+        "kernels/tpu/rotary_heads.py",
+        "kernels/tpu/streamed_heads.py",
+        "kernels/tpu/top_experts.py",
+        "parallel/sharding.py",
+    },
+    "gpt-oss-20b": {
+        "experts/routing.py",
+        "kernels/reference/expert_products.py",
+        "kernels/reference/layers.py",
+        "kernels/tpu/add_norm.py",
+        "parallel/sharding.py",
+    },
+}
+"""Modules whose sums differ between steps of 16 and of 1,024 tokens on TPUs. Paged attention is not among them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", BY_SIZE)
+def test_sums_of_tpus_that_depend_on_the_size_of_a_step_are_named(model):
+    """The reasons why `invariant_products` is refused there."""
+    served = lay_out(case_of_model(model, "v6e:2x4", num_layers=2, values={"max_model_len": 4096}))
+    steps = [one for one in programs_of(served, num_pages=64) if one.name in ("decode_16", "prefill_1024")]
+    sums = {step.name: traced_sums(step, served.config.plan) for step in steps}
+    own = {name: [one for one in found if one.in_kernel or one.operation != PRODUCT] for name, found in sums.items()}
+    assert {each.line.partition(":")[0] for each in compared(own)} == BY_SIZE[model]

@@ -26,12 +26,12 @@ MAX_ROWS, MAX_DRAFTS = 64, 7
 SETTINGS = {
     "invariant_products": "on",
     "max_running_requests": MAX_ROWS,
-    "precompile_bs_paddings": [1, 16, 256],
+    "precompile_bs_paddings": [1, 16, MAX_ROWS],
     "max_step_tokens": 512,
     "speculative_algorithm": "NGRAM",
     "speculative_num_steps": MAX_DRAFTS,
 }
-OTHER_SIZES = {"precompile_bs_paddings": [8, 256], "max_step_tokens": 96}
+OTHER_SIZES = {"precompile_bs_paddings": [8, MAX_ROWS], "max_step_tokens": 96}
 """Of a replica that compiles other steps."""
 slow = partial(pytest.param, marks=pytest.mark.slow)
 WAYS = [
@@ -49,14 +49,15 @@ WAYS = [
 def workload() -> list[GenerationRequest]:
     """Prompts from 1 to 450 tokens, greedy and drawn, one choice and several."""
     long = request_for(draw_prompt(np.random.default_rng(5), 450), "long", max_new_tokens=8)
-    return [*mixed_workload()[::2], long]
+    return [*mixed_workload()[1::3], long]
 
 
 def crowd(size: int) -> list[GenerationRequest]:
     """Other requests, whose results are not looked at."""
     generator = np.random.default_rng(size)
     lengths = generator.integers(1, 40, size)
-    return [request_for(draw_prompt(generator, n), f"other {i}", max_new_tokens=24) for i, n in enumerate(lengths)]
+    requests = [request_for(draw_prompt(generator, n), f"other {i}", max_new_tokens=12) for i, n in enumerate(lengths)]
+    return [replace(request, speculative=False) for request in requests]
 
 
 @pytest.fixture(scope="module")

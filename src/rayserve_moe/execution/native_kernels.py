@@ -67,7 +67,8 @@ def _of_platform(platform: str, compiling: CompileSettings) -> Kernels:
     if compiling.invariant_products != "on":
         return KERNELS[platform]
     if platform != "cpu":
-        raise SettingsError(f"invariant_products on: not on {platform}, only on CPUs")
+        reason = f"the order of some sums depends on the size of a step on {platform}"
+        raise SettingsError(f"invariant_products on: {reason}; set auto")
     return CPU_INVARIANT
 
 

@@ -61,6 +61,7 @@ def _names(options: argparse.Namespace) -> tuple[str, ...]:
 
 def _compare_sums(case: ServedCase, *, names: tuple[str, ...]) -> int:
     """Print where a row could be added up in two orders; return 0, or 1 if there is such a line."""
+    _say(f"tracing and compiling the steps of {case.name}")
     found = differences(lay_out(case), names=names)
     sys.stdout.writelines(f"{each}\n" for each in found)
     sys.stdout.write(f"{case.name} on {case.topology}: {len(found)} sums differ between steps\n")

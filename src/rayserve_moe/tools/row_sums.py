@@ -38,8 +38,8 @@ LANES = 128
 _WINDOW = re.compile(r'"input_window_bounds":\[[^\]]*"(\d+)"\]')
 """The last bound counts registers along the summed width."""
 _EMITTER = re.compile(r'"emitter":"(\w+)"')
-EXACT = {"ranks_of", "_draw", "_best_here"}
-"""Functions of `decoding` whose sums are exact in any order: they count, or add zeros to one number."""
+EXACT = {"ranks_of", "_draw", "_best_here", "row_of", "count_slots", "places_of", "sums_before", "_best"}
+"""Functions whose sums are exact in any order: they count, or add zeros to one number."""
 OVER_DEVICES = {"psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter"}
 """Sums over devices: their order is that of a collective, which is chosen by its size."""
 
@@ -87,12 +87,17 @@ def differences(served: ServedModel, *, names: Iterable[str] = ()) -> list[Diffe
 
 
 def _sums_of_step(program: Program, plan: ParallelPlan) -> list[RowSum]:
-    with jax.set_mesh(plan.mesh):
-        found = [*sums_of(traced(program))]
+    found = traced_sums(program, plan)
     if platform_of(plan.mesh) != "tpu":
         return found
     compiled = read_program(optimized(lowered(program, plan), plan).as_text() or "")
     return [*(each for each in found if each.in_kernel or each.operation != PRODUCT), *products_of(compiled)]
+
+
+def traced_sums(program: Program, plan: ParallelPlan) -> list[RowSum]:
+    """Return the sums of a program as jax traces it."""
+    with jax.set_mesh(plan.mesh):
+        return [*sums_of(jax.make_jaxpr(program.run)(*program.arguments, **program.inputs).jaxpr)]
 
 
 def products_of(program: ProgramText) -> Iterator[RowSum]:
@@ -105,11 +110,6 @@ def products_of(program: ProgramText) -> Iterator[RowSum]:
             width = f"windows of {LANES * int(bounds[1])}" if bounds else "unknown windows"
             order = f"{width}, {emitter[1] if emitter else 'unknown emitter'}"
             yield RowSum(program.source_of(part) or part.op_name, "product of XLA", order)
-
-
-def traced(program: Program) -> core.Jaxpr:
-    """Return a program as jax traces it."""
-    return jax.make_jaxpr(program.run)(*program.arguments, **program.inputs).jaxpr
 
 
 def compared(sums: Mapping[str, Iterable[RowSum]]) -> list[Difference]:

@@ -23,7 +23,7 @@ from tests.support.models.families import FAMILY_CASES, FamilyCase, config_of
 
 WIDTH, INNER = 256, 128
 SIZES = (4, 64, 96)
-BY_DEFAULT = ("qwen3_moe-0", "deepseek_v32-0", "qwen3_next-0")
+BY_DEFAULT = ("deepseek_v32-0", "qwen3_next-0")
 CASES = [
     pytest.param(case, id=case.name, marks=() if case.name in BY_DEFAULT else pytest.mark.slow)
     for case in FAMILY_CASES
@@ -101,10 +101,12 @@ def test_steps_of_every_family_add_up_rows_in_one_order(case: FamilyCase):
     assert list(map(str, differences(served_by(case)))) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("planted", FREE)
 def test_a_planted_free_tile_is_found(planted: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native_kernels, "CPU_INVARIANT", replace(CPU_INVARIANT, **FREE[planted]))
-    (case,) = (case for case in FAMILY_CASES if case.name == "qwen3_moe-1")
+    name = "qwen3_moe-0" if planted == "rows" else "qwen3_moe-1"  # one divides weights by their sum, one is dense
+    (case,) = (case for case in FAMILY_CASES if case.name == name)
     assert differences(served_by(case), names=("decode_4", "decode_16")) != []
 
 
