@@ -1,6 +1,6 @@
 """Hints about sessions, by the pressure on the pool: goodput, times of sessions and first tokens, cached tokens.
 
-    python -m benchmarks.session_hints [--sessions 6,20] [--hints none,final,ttl:0.5:30]
+    python -m benchmarks.session_hints [--sessions 6,20,60,160] [--hints none,final,ttl:0.5:30]
         [--seeds 2] [--edits 0.1] [--others 4] [--pool-share 0.1] [--out FILE.json]
 
 Simulated time, as in `benchmarks.fleet_simulation`, on one replica with a share of the pages that fit. Sessions begin
@@ -125,7 +125,7 @@ def main() -> None:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=lambda text: [int(part) for part in names(text)], default="6,20")
+    parser.add_argument("--sessions", type=lambda text: [int(part) for part in names(text)], default="6,20,60,160")
     parser.add_argument("--hints", type=names, default="none,final,ttl:0.5:300,ttl:0.5:30,ttl+final:0.5:30")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--edits", type=float, default=0.1, help="share of turns that edit the history")

@@ -11,9 +11,10 @@ import pytest
 from benchmarks.agent_sessions import LOADS, Load, sessions
 from benchmarks.fleet_simulation import merged
 from benchmarks.simulation.calibrate import fit
+from benchmarks.simulation.client import hinted
 from benchmarks.simulation.costs import MeasuredSteps, StepLoad, load_of
 from benchmarks.simulation.fleet import POLICIES, Seen, simulate
-from benchmarks.simulation.replica import SimulatedReplica
+from benchmarks.simulation.replica import NO_HINTS, SessionHints, SimulatedReplica
 from benchmarks.simulation.slices import slice_replica
 from benchmarks.simulation.workloads import SHAPES, Conversation, Shape, Turn, drawn, token_ids, traced
 from rayserve_moe.scheduling.scheduler import StepLimits
@@ -79,6 +80,14 @@ def test_sessions_are_those_of_their_load() -> None:
         assert len({(one.starts_at, one.turns[0].spans) for one in group}) == 1
         assert len({one.turns[1].spans for one in group if len(one.turns) > 1}) > 1
     assert len({one.turns[0].spans for one in groups}) == 32
+
+
+def test_clients_send_the_hints_that_are_compared() -> None:
+    session = Conversation(0.0, (Turn(((5, 10),), 2), Turn(((6, 10),), 2)))
+    assert [hinted(session, turn, hints=NO_HINTS) for turn in (0, 1)] == [({}, {})] * 2
+    (named, kept), (ended, left) = (hinted(session, turn, hints=SessionHints(True, True, 5.0)) for turn in (0, 1))
+    assert list(named) == ["X-Session-Id"] and ended == {**named, "X-Dynamo-Session-Final": "true"}
+    assert kept == {"nvext": {"cache_control": {"type": "ephemeral", "ttl": 5.0}}} and left == {}
 
 
 def test_what_comes_during_a_step_waits_for_its_end() -> None:
