@@ -150,7 +150,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     @rule(namespace=namespaces, letters=letters)
     def pin(self, namespace, letters):
         """The first pages of a prompt are pinned, as many as may be protected."""
-        self.tree.pin(namespace, self._tokens(letters), holder=(namespace, letters))
+        self.tree.protect(namespace, self._tokens(letters), holder=(namespace, letters))
         self._expire()
         for n in range(1, len(letters) + 1):
             page = self.cached.get((namespace, letters[:n]))
@@ -164,7 +164,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         """The pins of a prompt end, and nothing else."""
         held = sorted({holder for page in self.cached.values() for holder in page.pins}, key=repr)
         namespace, letters = held[which % len(held)]
-        self.tree.unpin(namespace, self._tokens(letters), holder=(namespace, letters))
+        self.tree.order.unpin(self._match(namespace, letters, None).path_up(), (namespace, letters))
         for page in self.cached.values():
             page.pins -= {(namespace, letters)}
 

@@ -123,7 +123,7 @@ class PromptPins:
         key = sequence.group.prompt
         if key in self._waiting:
             tree, prompt_ids = self._ranks[sequence.data_rank].tree, sequence.request.prompt_ids
-            tree.pin(sequence.cache.namespace, prompt_ids, holder=key)
+            tree.protect(sequence.cache.namespace, prompt_ids, holder=key)
             self._pinning.setdefault(key, set()).add(sequence.data_rank)
 
     def start(self, choice: Sequence) -> None:
@@ -134,7 +134,9 @@ class PromptPins:
         if key in self._waiting and not waiting:
             del self._waiting[key]
             for index in self._pinning.pop(key, ()):
-                self._ranks[index].tree.unpin(choice.cache.namespace, choice.request.prompt_ids, holder=key)
+                tree, cache = self._ranks[index].tree, choice.cache
+                prompt = tree.match(cache.namespace, choice.request.prompt_ids, owner=cache.owner)
+                tree.order.unpin(prompt.path_up(), key)
 
     def check_integrity(self) -> None:
         """Assert that all choices on record wait, and that only their prompts are pinned."""

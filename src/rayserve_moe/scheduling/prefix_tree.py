@@ -117,19 +117,19 @@ class PrefixTree:
             self._shorten(leaf, min(missing, len(leaf.own_page_ids)))
         return self._allocator.num_free - num_free
 
-    def protect(self, namespace: Hashable, token_ids: np.ndarray, *, seconds: float) -> None:
-        """Protect the cached pages of `token_ids` for some seconds, from the first page on, as many as may be."""
+    def protect(
+        self, namespace: Hashable, token_ids: np.ndarray, *, seconds: float = 0.0, holder: Hashable = None
+    ) -> None:
+        """Protect the cached pages of `token_ids` from the first page on, as many as may be.
+
+        They stay so for some seconds, or, with a holder, until `order.unpin`.
+        """
         now = self.clock()
-        self.order.protect(self._protectable(namespace, token_ids, now=now), until=now + seconds)
-
-    def pin(self, namespace: Hashable, token_ids: np.ndarray, *, holder: Hashable) -> None:
-        """Protect the cached pages of `token_ids` until `unpin`, from the first page on, as many as may be."""
-        self.order.pin(self._protectable(namespace, token_ids, now=self.clock()), holder)
-
-    def unpin(self, namespace: Hashable, token_ids: np.ndarray, *, holder: Hashable) -> None:
-        """Remove the pins of a holder from the cached pages of `token_ids`."""
-        node, _ = self._find(namespace, token_ids)
-        self.order.unpin(node.path_up(), holder)
+        nodes = self._protectable(namespace, token_ids, now=now)
+        if holder is None:
+            self.order.protect(nodes, until=now + seconds)
+        else:
+            self.order.pin(nodes, holder)
 
     def clear(self, namespace: Hashable = None) -> None:
         """Remove a namespace, or all namespaces for None. Locked pages are freed by their last unlock."""

@@ -235,9 +235,9 @@ def test_a_group_is_pinned_for_as_long_as_its_last_request_waits_and_apart_from_
 def test_the_end_of_a_pin_leaves_protections_in_force(cache):
     cache.put("kept")
     cache.tree.protect("", tokens("ke"), seconds=5)
-    cache.tree.pin("", tokens("kept"), holder="group")
+    cache.tree.protect("", tokens("kept"), holder="group")
     cache.put("later")
-    cache.tree.unpin("", tokens("kept"), holder="group")
+    cache.tree.order.unpin(cache.tree.match("", tokens("kept")).path_up(), "group")
     cache.tree.evict(7)
     assert cache.cached("kept", "later") == [2, 0]
 
