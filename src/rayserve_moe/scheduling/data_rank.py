@@ -115,6 +115,11 @@ class DataRank:
         are_usable = np.all([state.usable(state.place_of[page_ids] > 0) for state in self.states], axis=0)
         return int(np.flatnonzero(are_usable)[-1]) * self.table.page_size
 
+    def num_found(self, sequence: Sequence) -> int:
+        """Return how many tokens of a waiting sequence are cached here, or behind these in host memory."""
+        num_cached = self.num_cached(sequence)
+        return num_cached if self.host is None else max(num_cached, self.host.num_found(sequence))
+
     def lock_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Find the cached prefix of a waiting sequence, and keep it from being evicted."""
         token_ids = reusable_tokens(sequence)

@@ -266,7 +266,7 @@ class Scheduler:
 
         Before them stands the number of its tokens that the first has cached, or -1 if there is none.
         """
-        num_cached = {step: _num_found(sequence, step.rank) for step in steps if self._may_take(sequence, step.rank)}
+        num_cached = {step: step.rank.num_found(sequence) for step in steps if self._may_take(sequence, step.rank)}
         ranked = sorted(num_cached, key=lambda step: (step.backlog - num_cached[step], len(step.rank.running)))
         if not ranked:
             return -1, []
@@ -338,12 +338,6 @@ class Scheduler:
     def _is_private(self, request: GenerationRequest) -> bool:
         """Return True if only the choices of the request share its prefixes, as with forced routing."""
         return not self._limits.caches_prefixes or request.forced_routing is not None
-
-
-def _num_found(sequence: Sequence, rank: DataRank) -> int:
-    """Return the tokens of a waiting sequence that are cached on a rank, or behind these in host memory."""
-    num_cached = rank.num_cached(sequence)
-    return num_cached if rank.host is None else max(num_cached, rank.host.num_found(sequence))
 
 
 def _ignore(preemption: Preemption) -> None:
