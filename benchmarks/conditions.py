@@ -61,9 +61,9 @@ def num_cores() -> int:
 
 
 def conditions(engine: Engine, *, size: str, repeats: int, load_before: float) -> dict[str, Any]:
-    """Begin a result of one of our engines: all of the above, dtype and devices; `size` is what its model is called.
+    """Return machine, parameters, dtype and devices, with which a result of one of our engines begins.
 
-    Returns once the engine compiles nothing more beside its steps.
+    `size` names its model. Waits until the engine compiles nothing more beside its steps.
     """
     if engine.runner.later is not None:
         engine.runner.later.wait()

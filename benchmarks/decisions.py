@@ -109,10 +109,11 @@ def main() -> None:
             name: stack.enter_context(BlockingRolloutClient(stack.enter_context(serving(engine))))
             for name, engine in engines.items()
         }
+        # Returns once an engine has compiled all its programs; compiling slows down the side that runs meanwhile.
         described = {
             name: conditions(engine, size=arguments.size, repeats=arguments.repeats, load_before=load_before)
             for name, engine in engines.items()
-        }  # nothing is compiled any more
+        }
         runs = compare(clients, vocab_size=engines[WITH].card.vocab_size, repeats=arguments.repeats, sizes=sizes)
         result = {
             **described[WITH],
