@@ -106,7 +106,7 @@ class DataRank:
             self._decoding = np.asarray([s.row for s in self.running if s.row not in prompts], np.intp)
         return self._decoding
 
-    def _num_cached(self, sequence: Sequence) -> int:
+    def num_cached(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence are cached here and usable in every state."""
         namespace, token_ids = sequence.cache.namespace, reusable_tokens(sequence)
         if not self.states:
@@ -115,16 +115,11 @@ class DataRank:
         are_usable = np.all([state.usable(state.place_of[page_ids] > 0) for state in self.states], axis=0)
         return int(np.flatnonzero(are_usable)[-1]) * self.table.page_size
 
-    def num_found(self, sequence: Sequence) -> int:
-        """Return how many tokens of a waiting sequence are cached here, or behind these in host memory."""
-        num_cached = self._num_cached(sequence)
-        return num_cached if self.host is None else max(num_cached, self.host.num_found(sequence))
-
     def lock_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Find the cached prefix of a waiting sequence, and keep it from being evicted."""
         token_ids = reusable_tokens(sequence)
         if self.states:
-            token_ids = token_ids[: self._num_cached(sequence)]
+            token_ids = token_ids[: self.num_cached(sequence)]
         if self._entry_groups:
             sequence.cache.kept_positions = self._kept_positions(sequence, len(token_ids))
         prefix = self.tree.match(sequence.cache.namespace, token_ids, owner=sequence.cache.owner)
@@ -256,6 +251,12 @@ class DataRank:
         for state in self.states:
             state.hand_over(page_ids, cached_ids)
         return True
+
+
+def num_found(rank: DataRank, sequence: Sequence) -> int:
+    """Return how many tokens of a waiting sequence are cached on a rank, or behind these in host memory."""
+    num_cached = rank.num_cached(sequence)
+    return num_cached if rank.host is None else max(num_cached, rank.host.num_found(sequence))
 
 
 def _are_pages_used(sequence: Sequence) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests.records import GenerationRequest
-from rayserve_moe.scheduling.data_rank import DataRank
+from rayserve_moe.scheduling.data_rank import DataRank, num_found
 from rayserve_moe.scheduling.forks import PromptPins, cache_with_forks, fork_followers, release_followers
 from rayserve_moe.scheduling.page_events import PageEvents, WeightsNamed
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
@@ -266,7 +266,7 @@ class Scheduler:
 
         Before them stands the number of its tokens that the first has cached, or -1 if there is none.
         """
-        num_cached = {step: step.rank.num_found(sequence) for step in steps if self._may_take(sequence, step.rank)}
+        num_cached = {step: num_found(step.rank, sequence) for step in steps if self._may_take(sequence, step.rank)}
         ranked = sorted(num_cached, key=lambda step: (step.backlog - num_cached[step], len(step.rank.running)))
         if not ranked:
             return -1, []

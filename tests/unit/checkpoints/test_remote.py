@@ -33,8 +33,9 @@ MESH = jax.make_mesh((4,), ("devices",), devices=jax.devices()[:4])
 
 
 @pytest.fixture(autouse=True)
-def _waits_are_short(monkeypatch):
+def _waits_are_short_and_no_disk_is_full(monkeypatch):
     monkeypatch.setattr(transfer, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("rayserve_moe.checkpoints.range_cache.FREE_SHARE", 0.0)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from tests.unit.execution.test_staged_weights import assert_weights, loaded
 @pytest.fixture(autouse=True)
 def _kept_here(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("rayserve_moe.checkpoints.range_cache.FREE_SHARE", 0.0)
 
 
 @pytest.fixture

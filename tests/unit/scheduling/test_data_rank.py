@@ -65,7 +65,7 @@ def test_whole_pages_of_what_was_computed_are_found_and_shared(rank: DataRank, t
     first = admitted(rank, table, one("a", 11), num_computed=11)
     rank.cache_computed(first, 11)
     second = one("b", 20)
-    assert rank.num_found(second) == 8
+    assert rank.num_cached(second) == 8
     admitted(rank, table, second, num_computed=8)
     assert second.num_computed == 8 and second.pages.tolist() == first.pages[:2].tolist()
     assert second.page_generations[:2].tolist() == first.page_generations[:2].tolist()
@@ -77,13 +77,13 @@ def test_whole_pages_of_what_was_computed_are_found_and_shared(rank: DataRank, t
 
 def test_the_last_known_token_is_left_to_compute(rank: DataRank, table: RowTable):
     rank.cache_computed(admitted(rank, table, one("a", 8), num_computed=8), 8)
-    assert rank.num_found(one("b", 8)) == 4
-    assert rank.num_found(one("c", 9)) == 8
+    assert rank.num_cached(one("b", 8)) == 4
+    assert rank.num_cached(one("c", 9)) == 8
 
 
 def test_other_namespaces_find_nothing(rank: DataRank, table: RowTable):
     rank.cache_computed(admitted(rank, table, one("a", 9), num_computed=9), 9)
-    assert rank.num_found(one("b", 9, salt="other")) == 0
+    assert rank.num_cached(one("b", 9, salt="other")) == 0
 
 
 def test_pages_in_use_are_not_evicted_and_the_rest_is(rank: DataRank, table: RowTable):
@@ -97,7 +97,7 @@ def test_pages_in_use_are_not_evicted_and_the_rest_is(rank: DataRank, table: Row
     assert rank.tree.num_cached_pages == 30, "nothing is given up for what cannot be had"
     pages = rank.take_pages(11)
     assert pages is not None and rank.tree.num_cached_pages == 30 - EVICTION_BATCH
-    assert rank.num_found(one("again", 41)) == 40
+    assert rank.num_cached(one("again", 41)) == 40
     rank.allocator.release(pages)
     rank.check_integrity()
 
@@ -107,16 +107,16 @@ def test_after_a_flush_nothing_old_is_found_or_cached(rank: DataRank, table: Row
     rank.cache_computed(old, 8)
     rank.flush()
     rank.check_integrity()
-    assert rank.num_found(one("b", 12)) == 0
+    assert rank.num_cached(one("b", 12)) == 0
     table.num_computed[old.row] = 12
     rank.cache_computed(old, 12)
-    assert rank.num_found(one("b", 13)) == 0, "it may hold what the flush was to forget"
+    assert rank.num_cached(one("b", 13)) == 0, "it may hold what the flush was to forget"
     assert len(old.pages) == 2, "what runs keeps its pages"
     leave(rank, old)
     assert rank.allocator.num_free == rank.allocator.num_usable
     young = admitted(rank, table, one("c", 12), num_computed=12)
     rank.cache_computed(young, 12)
-    assert rank.num_found(one("d", 13)) == 12
+    assert rank.num_cached(one("d", 13)) == 12
 
 
 def test_a_page_that_is_lost_is_noticed(rank: DataRank, table: RowTable):
@@ -151,5 +151,5 @@ def test_a_prefix_is_found_as_far_as_all_states_can_use_it(table: RowTable):
     found = []
     for state, lost in ((windowed, pages[:1]), (entries, pages[1:2]), (windowed, pages[2:3]), (entries, pages[3:4])):
         state.forget(lost)
-        found.append(rank.num_found(one("b", 23)))
+        found.append(rank.num_cached(one("b", 23)))
     assert found == [16, 16, 16, 0]

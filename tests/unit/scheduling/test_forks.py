@@ -108,7 +108,7 @@ def test_what_another_choice_has_not_computed_yet_is_not_cached_when_the_first_o
     abort(target, first)
     asking = one("b", 12)
     asking.cache.namespace = second.cache.namespace
-    assert target.ranks[0].num_found(asking) <= 4
+    assert target.ranks[0].num_cached(asking) <= 4
     turns.finish()
 
 

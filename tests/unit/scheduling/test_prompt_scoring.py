@@ -195,6 +195,6 @@ def test_forced_rows_go_with_their_tokens_and_their_chunks_take_blocks():
             told |= dict(zip((start + work.forced_tokens).tolist(), work.forced_rows[:, 0, 0].tolist(), strict=True))
         target.commit(schedule, result_of(schedule))
     assert told == {8 + i: i for i in range(12)}
-    assert target.ranks[0].num_found(choices("other", PROMPT_LEN)[0]) == 0
+    assert target.ranks[0].num_cached(choices("other", PROMPT_LEN)[0]) == 0
     finish(target)
     assert target.ranks[0].tree.num_cached_pages == 0, "what nobody else may find is not kept"
