@@ -20,7 +20,8 @@ def main() -> int:
         # Not by `sys.stdin`: Python aborts at exit while a thread holds the lock of its buffer.
         while os.read(0, 1024):
             pass
-        child.send_signal(signal.SIGINT)
+        # A shell starts background jobs with SIGINT ignored, and their children inherit that.
+        child.terminate()
 
     # Ctrl-C reaches the whole foreground group: the trainer decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
