@@ -111,7 +111,7 @@ def test_requests_of_two_data_ranks_never_share_a_routing_row(two_ranks: Engine)
 
     way = replace(ON_TWO_RANKS, intervene=note_ranks)
     together = run_together(two_ranks.runner, two_ranks.card, requests, way=way)
-    assert sorted(ranks.values()) == [0] * 14 + [1] * 13 or sorted(ranks.values()) == [0] * 13 + [1] * 14
+    assert np.bincount(list(ranks.values()), minlength=2).min() >= 10
     assert_all_same(together, alone)
     for (request_id, _), outcome in together.items():
         assert len(outcome.rows) == lengths[int(request_id[1:])] + 9 - 1
@@ -131,7 +131,8 @@ def test_preemption_on_ranks_with_few_pages_does_not_show(two_ranks: Engine, alo
             preempted.update(s.data_rank for s in cycle.scheduler.waiting if s.queue.num_to_recompute)
 
     way = replace(ON_TWO_RANKS, num_pages=16, intervene=note_preempted)
-    assert_all_same(run_together(two_ranks.runner, two_ranks.card, mixed_workload(), way=way), alone)
+    for requests in (mixed_workload(), mixed_workload()[::-1]):
+        assert_all_same(run_together(two_ranks.runner, two_ranks.card, requests, way=way), alone)
     assert preempted == {0, 1}
 
 
