@@ -31,7 +31,11 @@ NESTED = {
     "stream-options": ("completions", "stream_options"),
 }
 GENERATING = [*ROUTES, *NESTED]
-HINTS = {"prompt_cache_retention": "24h", "kv_cache_retention_config": {"decode_duration_ms": 5}}
+HINTS = {
+    "prompt_cache_retention": "24h",
+    "kv_cache_retention_config": {"decode_duration_ms": 5},
+    "cache_control": {"type": "ephemeral"},
+}
 """Values of hints about cached pages, which are read though no answer depends on them."""
 
 

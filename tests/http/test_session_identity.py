@@ -21,6 +21,7 @@ BODIES = {
     TOKENS: {"token_ids": [5, 6], "sampling_params": GREEDY},
     GENERATE: {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "temperature": 0}},
 }
+HINTS = {"cache_control": {"type": "ephemeral"}, "prompt_cache_retention": "24h"}
 VARYING = {"id", "created", "created_at", "completed_at", "request_id", "meta_info", "usage"}
 
 
@@ -91,16 +92,22 @@ def test_keys_and_salts_part_sessions_and_no_text_imitates_another():
     assert session_key("\ud800", scope=scope_of(), cache_salt="")
 
 
+def test_a_header_names_the_session_of_a_body_in_any_script():
+    assert session_name(scope_of([("x-session-id", "zür-会")])) == "zür-会"
+    assert session_name({"type": "http", "headers": [(b"x-session-id", b"caf\xe9")]}) == "café"
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_every_dialect_names_a_session_and_answers_as_without(engine, sessions, path):
     with served(engine) as url, httpx.Client(base_url=url, timeout=60) as http:
         plain = http.post(path, json=BODIES[path])
-        by_body = http.post(path, json={**BODIES[path], "session_id": "s"})
+        by_body = http.post(path, json={**BODIES[path], **HINTS, "session_id": "s"})
+        by_argument = http.post(path, json={**BODIES[path], "vllm_xargs": {"session_id": "s"}})
         by_header = http.post(path, json={**BODIES[path], "session_id": "other"}, headers={"X-Session-Id": "s"})
         salted = http.post(path, json={**BODIES[path], "session_id": "s", "cache_salt": "t"})
-    none, first, second, other = sessions
-    assert none is None and first == second != other and first and other
-    assert lasting(plain) == lasting(by_body) == lasting(by_header) == lasting(salted)
+    none, first, *same, other = sessions
+    assert none is None and same == [first, first] and other != first and first and other
+    assert lasting(plain) == lasting(by_body) == lasting(by_argument) == lasting(by_header) == lasting(salted)
     assert "x-ignored-fields" not in by_body.headers
 
 

@@ -197,12 +197,19 @@ ANY_OBJECT = Values({"type": "object"}, partial(_read, lambda it: isinstance(it,
 
 
 def _read_arguments(value: object) -> tuple[tuple[str, Any], ...]:
-    """Return sorted pairs of name and value, with lists as tuples. Such pairs are also accepted."""
+    """Return sorted pairs of name and value, with lists as tuples. Such pairs are also accepted.
+
+    `session_id` is left out: it names the session (`serving.session_identity`).
+    """
     if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
         value = dict(value)
     if not isinstance(value, Mapping) or len(value) > _MAX_ARGUMENTS or not all(isinstance(k, str) for k in value):
         raise ValueError(f"should be an object of at most {_MAX_ARGUMENTS} arguments by name")
-    given = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items() if each is not None}
+    given = {
+        name: tuple(each) if isinstance(each, list) else each
+        for name, each in value.items()
+        if each is not None and name != "session_id"
+    }
     numbers = [one for each in given.values() for one in (each if isinstance(each, tuple) else [each])]
     if not all(isinstance(one, Real) for one in numbers):
         raise ValueError("should hold numbers, true, false, and lists of such")

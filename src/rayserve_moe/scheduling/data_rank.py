@@ -253,6 +253,11 @@ class DataRank:
         return True
 
 
+def running_adapters(rank: DataRank) -> set[str]:
+    """Return the adapters of the running sequences of a rank."""
+    return {sequence.request.adapter for sequence in rank.running} - {""}
+
+
 def num_found(rank: DataRank, sequence: Sequence) -> int:
     """Return how many tokens of a waiting sequence are cached on a rank, or behind these in host memory."""
     num_cached = rank.num_cached(sequence)

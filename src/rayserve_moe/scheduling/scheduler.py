@@ -12,7 +12,7 @@ import numpy as np
 
 from rayserve_moe.requests.finish_reason import LENGTH, FinishReason
 from rayserve_moe.requests.records import GenerationRequest
-from rayserve_moe.scheduling.data_rank import DataRank, num_found
+from rayserve_moe.scheduling.data_rank import DataRank, num_found, running_adapters
 from rayserve_moe.scheduling.forks import PromptPins, cache_with_forks, fork_followers, release_followers
 from rayserve_moe.scheduling.page_events import PageEvents, WeightsNamed
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
@@ -295,7 +295,7 @@ class Scheduler:
             token_ids = sequence.token_ids[: min(num_tokens, sequence.num_tokens)]
             tree, seconds = self.ranks[sequence.data_rank].tree, min(seconds, limits.max_protected_s)
             tree.protect(cache.namespace, token_ids, seconds=seconds)
-        if retention.ends_session and cache.owner is not None:
+        if (retention.ends_session or cache.ends_session) and cache.owner is not None:
             finish_session(self, cache.owner)
 
     def _take_arrivals(self) -> None:
@@ -316,16 +316,10 @@ class Scheduler:
         """Return True if a sequence waits for no pages, and steps of a rank have a place for its adapter."""
         if sequence in self._delayed:
             return False
-        key = sequence.request.adapter
-        if not key:
+        key, here = sequence.request.adapter, running_adapters(rank)
+        if not key or key in here:
             return True
-        here, *others = (
-            {running.request.adapter for running in each.running} - {""}
-            for each in (rank, *(other for other in self.ranks if other is not rank))
-        )
-        everywhere = here.union(*others)
-        if key in here:
-            return True
+        everywhere = here.union(*map(running_adapters, self.ranks))
         is_resident = key in everywhere or len(everywhere) < self._limits.max_adapters
         return is_resident and len(here) < self._limits.step_adapters
 
@@ -355,6 +349,9 @@ def finish_session(scheduler: Scheduler, session: str) -> None:
     """Let the cached pages of a session leave first, except those that other requests have used."""
     for rank in scheduler.ranks:
         rank.tree.order.finish(session)
+    for choice in unfinished(scheduler):
+        if choice.cache.owner == session:
+            choice.cache.ends_session = True
 
 
 def change_weights(scheduler: Scheduler, weight_version: str) -> None:

@@ -141,6 +141,8 @@ class CacheState:
     """Positions, ascending, whose state entries are kept for other sequences."""
     owner: str | None = None
     """Session that owns the pages it computes; None if sessions have no effect on eviction."""
+    ends_session: bool = False
+    """True if its session was finished while it waited or ran."""
     page_names: list[bytes] = field(default_factory=list)
     """Names of the whole pages of its known tokens, if they were looked up in host memory (`host_pages`)."""
     origins: tuple[tuple[int, int, str], ...] = ()

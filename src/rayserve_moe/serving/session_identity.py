@@ -60,7 +60,7 @@ def session_name(scope: Scope, *, first_headers: Iterable[str] = ()) -> str:
     """Return the name of an HTTP request's session, by `first_headers`, HEADERS, then the body; empty for none."""
     headers = dict(scope["headers"])
     values = (headers.get(name.lower().encode("latin-1"), b"") for name in (*first_headers, *HEADERS))
-    return next(filter(None, (value.decode("latin-1").strip() for value in values)), "") or scope.get(_SCOPE_KEY, "")
+    return next(filter(None, (_decoded(value).strip() for value in values)), "") or scope.get(_SCOPE_KEY, "")
 
 
 def session_key(name: str, *, scope: Scope, cache_salt: str) -> str | None:
@@ -73,6 +73,14 @@ def session_key(name: str, *, scope: Scope, cache_salt: str) -> str | None:
     parts = (caller_of(scope), cache_salt, name)
     lengths_and_parts = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.blake2b(lengths_and_parts.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).hexdigest()
+
+
+def _decoded(value: bytes) -> str:
+    """Return a header as UTF-8, as bodies are, or else as Latin-1."""
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _text_at(fields: Mapping[str, Any], path: tuple[str, ...]) -> str:

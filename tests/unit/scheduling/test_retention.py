@@ -9,8 +9,9 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.retention import Retention
 from rayserve_moe.scheduling.pages import PageAllocator
+from rayserve_moe.scheduling.plan_builder import Schedule
 from rayserve_moe.scheduling.prefix_tree import PrefixTree
-from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits
+from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits, finish_session
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import StepResult
 
@@ -152,7 +153,11 @@ def added(scheduler: Scheduler, letters: str, *, n: int = 1, **fields) -> list[S
 
 def step(scheduler: Scheduler) -> None:
     """Compute a step, and release what ends."""
-    schedule = scheduler.schedule()
+    commit(scheduler, scheduler.schedule())
+
+
+def commit(scheduler: Scheduler, schedule: Schedule) -> None:
+    """Return the results of a step, and release what ends."""
     count = int(schedule.plan.chunks.samples.sum())
     ids, ranks = np.full(count, 7, np.int32), np.ones(count, np.int32)
     _, ended = scheduler.commit(schedule, StepResult(schedule.plan.step_id, ids, np.zeros(count, np.float32), ranks))
@@ -189,6 +194,23 @@ def test_settings_turn_sessions_and_protections_off(is_on):
     assert tree.match_length(("",), tokens("ended")) == (0 if is_on else 5)
     tree.evict(4)
     assert tree.match_length(("",), tokens("kept")) == (4 if is_on else 0)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_session_that_ends_before_its_request_leaves_first(is_running):
+    scheduler = Scheduler(limits(evicts_by_session=True))
+    served(scheduler, "plain")
+    added(scheduler, "ended", session="s")
+    if is_running:
+        schedule = scheduler.schedule()
+        finish_session(scheduler, "s")
+        commit(scheduler, schedule)
+    else:
+        finish_session(scheduler, "s")
+        step(scheduler)
+    scheduler.ranks[0].tree.evict(5)
+    matched = [scheduler.ranks[0].tree.match_length(("",), tokens(letters)) for letters in ("plain", "ended")]
+    assert matched == [5, 0]
 
 
 @pytest.mark.parametrize("is_split", [False, True])
