@@ -44,7 +44,7 @@ def optimized() -> Iterator[None]:
 
 
 def new_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:
-    """A runner over `mesh`, data ranks by devices of each; nothing is loaded."""
+    """Return a runner over `mesh`, data ranks by devices of each; nothing is loaded."""
     found = settings_from({"model_path": path, **values})
     return HostRunner(
         runner_settings(found, found.model), plan_for(jax.devices()[: mesh[0] * mesh[1]], data_size=mesh[0])
@@ -52,21 +52,21 @@ def new_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> 
 
 
 def loaded_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:
-    """A runner that has its weights, and no program yet."""
+    """Return a runner that has its weights, and no program yet."""
     runner = new_runner(path, mesh=mesh, **values)
     runner.load()
     return runner
 
 
 def prepared_runner(path: Path, *, mesh: tuple[int, int] = (1, 1), **values: Any) -> HostRunner:
-    """A runner that is loaded and compiled."""
+    """Return a runner that is loaded and compiled."""
     runner = new_runner(path, mesh=mesh, **values)
     runner.prepare(runner.load())
     return runner
 
 
 def card_of(path: Path, **values: Any) -> ModelCard:
-    """The card of a checkpoint whose engine captures routing."""
+    """Return the card of a checkpoint whose engine captures routing."""
     found = settings_from({"model_path": path, "enable_return_routed_experts": True, **values})
     spec = spec_from_config(read_config(path))
     return model_card(spec, model=found.model, replay=found.replay, name=path.name, eos_token_ids=(2,))

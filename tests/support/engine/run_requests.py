@@ -127,7 +127,7 @@ def run_on(
 
 
 def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
-    """A cycle over the data ranks of a runner; rows and pages of `way` are those of each rank."""
+    """Return a cycle over the data ranks of a runner; rows and pages of `way` are those of each rank."""
     num_data_ranks = runner.config.plan.data_size
     limits = StepLimits(
         way.num_rows,
@@ -194,7 +194,7 @@ def run_alone(
 def choices_of(
     request: GenerationRequest, card: ModelCard, *, constraints: ConstraintCompiler | None = None
 ) -> list[Sequence]:
-    """One sequence per choice, as the engine makes them for a request with a seed."""
+    """Return one sequence per choice, as the engine makes them for a request with a seed."""
     sampling = request.sampling
     assert sampling.seed is not None or sampling.temperature == 0, "a run that is compared needs a seed"
     stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else card.eos_token_ids)
@@ -249,5 +249,5 @@ def _take_over(outcomes: Outcomes, ended: Iterable[Sequence]) -> None:
 
 
 def without_routing(request: GenerationRequest) -> GenerationRequest:
-    """The same request, not asking for routing."""
+    """Return the same request without routing."""
     return replace(request, return_routed_experts=False)

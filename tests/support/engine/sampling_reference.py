@@ -21,7 +21,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 1.0}
 
 
 def adjusted_requests() -> list[GenerationRequest]:
-    """Every penalty and bias, alone and together, beside requests that adjust nothing."""
+    """Return requests with every penalty and bias, alone and together, beside requests that adjust nothing."""
     generator = np.random.default_rng(20)
     asked: list[tuple[int, int, dict]] = [
         (5, 0, {"repetition_penalty": 1.7}),
@@ -67,7 +67,7 @@ def other_rows(rows: np.ndarray, *, num_experts: int) -> np.ndarray:
 
 
 def forcing(request: GenerationRequest, rows: np.ndarray, *, start: int = 0, **changes: object) -> GenerationRequest:
-    """The request with its prompt's routing forced to `rows` from position `start` on."""
+    """Return the request with its prompt's routing forced to `rows` from position `start` on."""
     return replace(request, forced_routing=RoutedExperts(rows, start=start), **changes)
 
 
@@ -80,7 +80,7 @@ def log_softmax(values: np.ndarray) -> np.ndarray:
 def adjusted_by_definition(
     logits: np.ndarray, sampling: SamplingParams, *, prompt: list[int], outputs: list[int]
 ) -> np.ndarray:
-    """One row of logits [V], float64, as penalties, biases and withheld ids leave it."""
+    """Return one row of logits [V], float64, as penalties, biases and withheld ids leave it."""
     wide = logits.astype(np.float64)
     for token_id, value in sampling.logit_bias:
         wide[token_id] += value
@@ -97,7 +97,7 @@ def adjusted_by_definition(
 
 
 def logprobs_by_definition(request: GenerationRequest, outputs: list[int], logits_of: Logits) -> np.ndarray:
-    """What each output of a request is chosen by: log-probs of the whole vocabulary, [outputs, V]."""
+    """Return what each output of a request is chosen by: log-probs of the whole vocabulary, [outputs, V]."""
     prompt, sampling = request.prompt_ids.tolist(), request.sampling
     logits = logits_of([*prompt, *outputs])[len(prompt) - 1 : -1]
     temperature = sampling.temperature or 1.0

@@ -26,7 +26,7 @@ def choices(
     salt: str = "",
     first_row: int = 0,
 ) -> list[Sequence]:
-    """The choices of a request; a number stands for a prompt of that length, which begins as all of them do."""
+    """Return the choices of a request; a number stands for a prompt of that length, which begins as all of them do."""
     ids = np.arange(10, 10 + prompt, dtype=np.int32) if isinstance(prompt, int) else np.asarray(prompt, np.int32)
     sampling = SamplingParams(max_new_tokens=num_new, n=n)
     request = GenerationRequest(request_id, ids, sampling, routing, salt, routed_experts_start=first_row)
@@ -39,7 +39,7 @@ def some_reach() -> ExpertReach:
 
 
 def one(request_id: str, prompt: int | list[int], **kwargs: object) -> Sequence:
-    """A request's only choice."""
+    """Return a request's only choice."""
     (sequence,) = choices(request_id, prompt, **kwargs)
     return sequence
 
@@ -64,7 +64,7 @@ def scheduler(**limits: object) -> Scheduler:
 
 
 def result_of(schedule: Schedule, token_id: int = TOKEN, *, not_finite: tuple[int, ...] = ()) -> StepResult:
-    """What a step brings that samples `token_id` everywhere; `not_finite` are places among the samples."""
+    """Return the result of a step that samples `token_id` everywhere; `not_finite` are places among the samples."""
     count = len(schedule.sampling_rows)
     finite = np.isin(np.arange(count), not_finite, invert=True)
     ids, logprobs = np.full(count, token_id, np.int32), np.full(count, -0.5, np.float32)
@@ -79,7 +79,7 @@ def abort(target: Scheduler, sequence: Sequence) -> None:
 
 
 def all_pages_are_free(target: Scheduler) -> bool:
-    """Whether no page is held, nor cached."""
+    """Return True if no page is held or cached."""
     return all(rank.allocator.num_free == rank.allocator.num_usable for rank in target.ranks)
 
 

@@ -25,7 +25,7 @@ def request_for(
     return_routed_experts: bool = True,
     **sampling: object,
 ) -> GenerationRequest:
-    """A request; greedy and past the end-of-sequence token unless `sampling` says otherwise."""
+    """Return a request; greedy and past the end-of-sequence token unless `sampling` says otherwise."""
     params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "seed": 0, **sampling})
     return GenerationRequest(request_id, np.asarray(prompt_ids, np.int32), params, return_routed_experts)
 
@@ -51,7 +51,7 @@ def mixed_workload() -> list[GenerationRequest]:
 
 
 def engine_arguments(request: GenerationRequest) -> dict:
-    """The same request as keyword arguments of `Engine.generate`, which refuses an empty list of allowed ids."""
+    """Return the same request as keyword arguments of `Engine.generate`, which refuses an empty list of allowed ids."""
     sampling = asdict(request.sampling)
     return {
         "input_ids": request.prompt_ids.tolist(),
