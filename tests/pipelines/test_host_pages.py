@@ -106,7 +106,7 @@ def hosted_cycle(runner: HostRunner, card: ModelCard, way: Way = WAY) -> StepCyc
     return cycle
 
 
-@pytest.mark.parametrize("way", [WAY, replace(WAY, overlaps=False, intervene=preempt_every(9))], ids=str)
+@pytest.mark.parametrize("way", [WAY, replace(WAY, overlaps=False, intervene=preempt_every(9))], ids=["overlapping", "preempted"])
 def test_later_turns_find_the_bits_that_were_evicted(runner: HostRunner, card: ModelCard, turns: Turns, way: Way):
     """All whole pages of a prompt are found, as far as every kind of state is kept."""
     kept, cycle = kept_tokens(runner), hosted_cycle(runner, card, way)
