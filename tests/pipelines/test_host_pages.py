@@ -33,6 +33,7 @@ TIGHT = 45
 """Pages for three sessions."""
 HOSTED = HostSizes(100, 40)
 WAY = Way(num_rows=4, step_tokens=32, chunk_tokens=32, num_pages=TIGHT, hosted=HOSTED)
+WAYS = {"overlapping": WAY, "preempted": replace(WAY, overlaps=False, intervene=preempt_every(9))}
 UNCACHED = Way(num_rows=4, step_tokens=32, chunk_tokens=32, caches_prefixes=False)
 NATIVE = {"dtype": "bfloat16", "cpu_kernels": "native", "enable_return_routed_experts": True}
 Turns = list[tuple[list[GenerationRequest], Outcomes]]
@@ -106,7 +107,7 @@ def hosted_cycle(runner: HostRunner, card: ModelCard, way: Way = WAY) -> StepCyc
     return cycle
 
 
-@pytest.mark.parametrize("way", [WAY, replace(WAY, overlaps=False, intervene=preempt_every(9))], ids=["overlapping", "preempted"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_later_turns_find_the_bits_that_were_evicted(runner: HostRunner, card: ModelCard, turns: Turns, way: Way):
     """All whole pages of a prompt are found, as far as every kind of state is kept."""
     kept, cycle = kept_tokens(runner), hosted_cycle(runner, card, way)

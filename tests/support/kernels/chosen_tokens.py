@@ -166,7 +166,7 @@ def use_small_blocks() -> None:
 
 
 def index_outcome(case: IndexCase) -> Outcome:
-    """The number of tokens that are chosen by one of kernel and definition alone."""
+    """Return the number of tokens that are chosen by one of kernel and definition alone."""
     use_small_blocks()
     token_index.SCORE_BYTES = case.score_bytes
     paged_attention.cores_of_device = lambda _=None: case.num_cores
@@ -286,7 +286,7 @@ def outcome_of(case: Case) -> Outcome:
 
 
 def cut_outcome() -> Outcome:
-    """The number of tokens that queries choose in a block or alone only, by scores of any value."""
+    """Return the number of tokens that queries choose in a block or alone only, by scores of any value."""
     use_small_blocks()
     paged_attention.cores_of_device = lambda _=None: 1
     generator, num_queries = np.random.default_rng(3), 4
@@ -308,7 +308,7 @@ ANGLES = (100.0 ** (-np.arange(0, MODEL.rope, 2) / MODEL.rope)).astype(np.float3
 
 
 def layer_outcome() -> Outcome:
-    """A layer of single tokens and of two blocks, next to the reference; AssertionError for another choice."""
+    """Return a layer of single tokens and of two blocks, next to the reference; AssertionError for another choice."""
     use_small_blocks()
     paged_attention.cores_of_device = lambda _=None: 1
     generator = np.random.default_rng(2)

@@ -51,7 +51,7 @@ class Faults:
         self.left.clear()
 
     def outcome(self, difference: float, largest: float) -> Outcome:
-        """The outcome of a case whose calls these are; AssertionError where no kernel was called."""
+        """Return the outcome of a case whose calls these are; AssertionError where no kernel was called."""
         assert self.num_calls, "nothing was interpreted"
         return Outcome(float(difference), float(largest), bool(self.racing), bool(self.left))
 

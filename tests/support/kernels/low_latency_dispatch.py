@@ -69,7 +69,7 @@ def run_dispatch(*names: str) -> dict[str, Outcome]:
 
 
 def sizes_of(name: str) -> DispatchSizes:
-    """The sizes of a case, by what is before its load and after it."""
+    """Return the sizes of a case, by what is before its load and after it."""
     dtype, _, in_blocks = name.partition(", ")[2].partition(" ")
     sizes = replace(SIZES, weight_dtype=dtype or "bfloat16", in_blocks=bool(in_blocks))
     if ON_TWO_CORES in name:
@@ -201,7 +201,7 @@ def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
 
 
 def all_interpreted(traced: list[str]) -> Kernels:
-    """Every kernel of a step on TPUs that is ours, in the place of those of CPUs."""
+    """Return every kernel of a step on TPUs that is ours, in the place of those of CPUs."""
     paged_attention.cores_of_device = lambda _=None: 1
     own = {name: partial(kernel, interpret=INTERPRETED) for name, kernel in OWN.items()}
     by_our_own = {"decode": own["attend"], "prefill": own["attend"], "write_and_decode": own["attend_new"]}

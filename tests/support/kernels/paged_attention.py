@@ -176,7 +176,7 @@ class PagedArrays:
 
 
 def outcome_of(case: PagedCase) -> Outcome:
-    """The kernel next to its definition."""
+    """Return the kernel next to its definition."""
     paged_sizes.MAX_ROWS, paged_sizes.MAX_KEYS = case.most_rows, case.most_keys
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     arrays, knobs = (
@@ -354,7 +354,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def race_ahead_of_the_last_call() -> Outcome:
-    """A call whose copies race, then one whose copies do not; AssertionError if that one shows a race, too."""
+    """Return a call whose copies race, then one whose copies do not; AssertionError if that one shows a race, too."""
     case, start = replace(SINGLES, blocks=((100, 1), (191, 1))), PageStream.start
     pages_into_the_block_in_use()
     outcome_of(case)

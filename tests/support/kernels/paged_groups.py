@@ -164,7 +164,7 @@ def flat_of(case: GroupCase, rows: jnp.ndarray) -> jnp.ndarray:
 
 
 def outcome_of(case: GroupCase) -> Outcome:
-    """The kernel next to the reference; AssertionError where the pool is then another one."""
+    """Return the kernel next to the reference; AssertionError where the pool is then another one."""
     paged_sizes.MAX_KEYS, paged_sizes.PAGE_TABLE_BYTES = case.most_keys, case.table_bytes
     paged_attention.cores_of_device = lambda _=None: case.num_cores
     arrays = GroupArrays(case)

@@ -531,7 +531,7 @@ FAMILY_CASES = tuple(
 
 
 def config_of(case: FamilyCase, **changes: Any) -> dict[str, Any]:
-    """The `config.json` that transformers writes, or the case's own where it has no such class."""
+    """Return the `config.json` that transformers writes, or the case's own where it has no such class."""
     written = case.config
     if case.family in CONFIG_MAPPING:
         written = AutoConfig.for_model(case.family, **copy.deepcopy(case.config)).to_diff_dict()
@@ -539,7 +539,7 @@ def config_of(case: FamilyCase, **changes: Any) -> dict[str, Any]:
 
 
 def write_family(case: FamilyCase, path: Path, *, seed: int, dtype: str = "float32", **changes: Any) -> Path:
-    """A random model of a case, over the tokens of the core model, with `changes` of its `config.json`.
+    """Return a random model of a case, over the tokens of the core model, with `changes` of its `config.json`.
 
     Where logits are multiplied, smaller weights keep float32 as exact as the comparisons ask: with 0.15 granitemoe-2 is
     5.5e-5 away from float64 on one device, and with 0.07 as near as others.

@@ -13,7 +13,7 @@ Config = dict[str, Any]
 
 
 def random_config(family: str, seed: int) -> Config:
-    """A `config.json` in widths that the native kernels take, small enough to run in a second."""
+    """Return a `config.json` in widths that the native kernels take, small enough to run in a second."""
     draw = random.Random(f"{family} {seed}")
     heads = draw.choice([1, 2, 3, 4, 6, 8])
     config: Config = {

@@ -45,7 +45,7 @@ class Browser:
             self.command(f"{domain}.enable")
 
     def command(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command of the protocol."""
+        """Return the result of a command of the protocol."""
         self._number += 1
         session = {"sessionId": self._session} if self._session else {}
         message = {"id": self._number, "method": method, "params": params, **session}
@@ -92,7 +92,7 @@ class Browser:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         told = self.command("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in told:
             details = told["exceptionDetails"]

@@ -234,7 +234,7 @@ def _native_top(meta: Json) -> list[list[tuple[int, float]]] | None:
 
 
 def _native_joined(events: list[Json]) -> Answer:
-    """Each event repeats all that came before of its choice; the end comes with the last of them."""
+    """Return the answer of a stream whose events repeat all before of their choice; the last one has the end."""
     last: dict[int, Json] = {}
     for event in events:
         before = last.get(event.get("index", 0))

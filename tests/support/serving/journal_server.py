@@ -53,5 +53,5 @@ class OwnJournal:
             self._thread.join()
 
     def client(self, epoch: int, *, wait_s: float = 5.0) -> JournalClient:
-        """A replica's connection."""
+        """Return a replica's connection."""
         return JournalClient(("127.0.0.1", self.port), key=KEY, epoch=epoch, wait_s=wait_s)

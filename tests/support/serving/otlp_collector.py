@@ -46,7 +46,7 @@ class _Receiver(BaseHTTPRequestHandler):
 
 
 def plain(value: dict[str, Any]) -> Any:
-    """The value of an attribute."""
+    """Return the value of an attribute."""
     ((kind, found),) = value.items()
     if kind == "arrayValue":
         return [plain(each) for each in found["values"]]

@@ -23,7 +23,7 @@ def guide_text() -> str:
 
 
 def guide_snippets() -> tuple[list[str], list[str]]:
-    """All snippets, each in one of the lists: those that need no server, and those that do."""
+    """Return all snippets, each in one of the lists: those that need no server, and those that do."""
     parts = ["", *_SECTION.split(guide_text())]
     offline: list[str] = []
     against_server: list[str] = []

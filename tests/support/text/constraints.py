@@ -47,5 +47,5 @@ def compiler() -> ConstraintCompiler:
 
 
 def schema_constraint(schema: Any, param: str = "json_schema") -> Constraint:
-    """A constraint to a schema."""
+    """Return a constraint to a schema."""
     return Constraint("json_schema", json.dumps(schema), param)

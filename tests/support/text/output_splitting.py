@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 def splitter_of(
     calls: str | None, *, thinking: Thinking | None = THINK, tools: Tools | None = None, max_calls: int | None = None
 ) -> OutputSplitter:
-    """A splitter for calls of this format."""
+    """Return a splitter for calls of this format."""
     if calls == HARMONY:
         split = split_harmony(has_calls=True, has_reasoning=thinking is not None)
     else:
@@ -37,7 +37,7 @@ def pieces_of(text: str, size: int) -> list[str]:
 
 
 def parts_of(splitter: OutputSplitter, pieces: Sequence[str]) -> list[Part]:
-    """All parts, in order; neighbouring texts of one kind are one."""
+    """Return all parts, in order; neighbouring texts of one kind are one."""
     found: list[Part] = []
     for part in [*(part for piece in pieces for part in splitter.push(piece)), *splitter.finish()]:
         last = found[-1] if found else None
