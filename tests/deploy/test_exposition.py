@@ -120,8 +120,11 @@ def test_the_docs_list_every_metric_and_those_of_vllm(families):
     only_with_workers |= {f"{PREFIX}{n}" for n in ("requests_carried_over_total", "hosts_missing")}
     only_with_adapters = {f"{PREFIX}adapters_{n}" for n in ("loaded", "resident", "dropped_total")}
     only_with_adapters |= {f"{PREFIX}adapter_loads_total"}
+    counted = ("offloaded", "restored", "computed", "without_rows")
+    only_with_host_memory = {f"{PREFIX}host_pages{n}" for n in ("", "_used", *(f"_{each}_total" for each in counted))}
     only_in_fleets = {f.name + "_total" * (f.type == "counter"): f.type for f in metrics_of_a_fleet()}
-    only_sometimes = only_with_limits | only_with_workers | only_with_adapters | only_in_fleets.keys()
+    only_sometimes = only_with_limits | only_with_workers | only_with_adapters | only_with_host_memory
+    only_sometimes |= only_in_fleets.keys()
     assert {name: kind for name, kind in listed if name not in only_sometimes} == told
     assert only_sometimes <= dict(listed).keys() and only_in_fleets.items() <= dict(listed).items()
     mapped = re.findall(rf"^\| `vllm:\w+` \| .*?`({PREFIX}\w+)`", DOCS, re.MULTILINE)

@@ -432,6 +432,7 @@ def test_a_place_that_is_taken_while_its_request_is_resumed_here_is_not_missed(p
 
     def ask_late(identity: bytes, *, takes_over: bool = False) -> Future[Found | None]:
         if takes_over:
+            wait_until(lambda: len(loop._outputs) == 0)
             loop.submit(GenerationRequest("comes between", np.array([5, 6], np.int32), sampling), lambda _: None)
         return ask(identity, takes_over=takes_over)
 
