@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,10 +22,8 @@ from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.admission import Capacity
 from rayserve_moe.fleet.journal_client import TAKEN_OVER, JournalClient
 from rayserve_moe.fleet.journal_records import AskedRequest, committed_in
-from rayserve_moe.fleet.journal_tickets import Found
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.requests.finish_reason import FinishReason
-from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 from rayserve_moe.rollouts.answers import SampleRequest
 from rayserve_moe.rollouts.client import BlockingRolloutClient
@@ -421,28 +419,6 @@ def test_a_full_replica_takes_over_nothing_but_what_runs_there(pair, unhurried, 
         assert go_on(pair["a"]).status_code == 200
     assert go_on(pair["b"]).status_code == 200, "it has ended, and needs no place"
     assert pair["b"].post(RESUME, json={"rid": "refused", "from_token": 0}).status_code == 404
-    monkeypatch.undo()
-
-
-def test_a_place_that_is_taken_while_its_request_is_resumed_here_is_not_missed(pair, unhurried, monkeypatch):
-    """The former connection leaves its place before the journal answers; a new request comes in between."""
-    body = {**NATIVE, "rid": "keeps its place", "stream": True}
-    loop, journal = pair.engines["a"].loop, pair.journals["a"]
-    ask, sampling = journal.ask, SamplingParams(max_new_tokens=40, ignore_eos=True)
-
-    def ask_late(identity: bytes, *, takes_over: bool = False) -> Future[Found | None]:
-        if takes_over:
-            wait_until(lambda: len(loop._outputs) == 0)
-            loop.submit(GenerationRequest("comes between", np.array([5, 6], np.int32), sampling), lambda _: None)
-        return ask(identity, takes_over=takes_over)
-
-    wanted = last_answers(all_events(pair["b"], GENERATE, {**body, "rid": "undisturbed"}))
-    with pair["a"].stream("POST", GENERATE, json=body) as answer:
-        assert next(events_in(answer))
-        monkeypatch.setattr(loop, "capacity", Capacity(loop._outputs, 1))
-        monkeypatch.setattr(journal, "ask", ask_late)
-        resumed = all_events(pair["a"], RESUME, {"rid": body["rid"], "from_token": 0})
-    assert_same(last_answers(resumed)[0], wanted[0])
     monkeypatch.undo()
 
 
