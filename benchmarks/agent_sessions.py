@@ -42,7 +42,7 @@ ORDERS = ("arrival", "cached")
 
 @contextmanager
 def ordered(order: str) -> Iterator[None]:
-    """Have schedulers admit in this order."""
+    """Make schedulers admit in this order."""
     if order == "cached":
         yield
         return
@@ -74,7 +74,7 @@ LOADS = {
     "subagents": Load((17, 52, 172), caller_share=0.44),
     "rollouts": Load((24, 72, 256), group=8),
 }
-"""44 % of sessions call subagents, as in vLLM's published load AgentX. Rollouts come in groups of eight."""
+"""Loads by name. 44 % of sessions call subagents, as in vLLM's AgentX. Rollouts come in groups of eight."""
 TURNS = 20.0
 """Mean of the geometric number of turns, before sessions are cut at the maximum context."""
 CALLED, CALLED_TURNS = 2, 5.0

@@ -46,7 +46,7 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 """Servers that audit; the first one has sampled."""
 OTHER_NUMERICS = {"tie_tolerance": 0.25, "logprob_tolerance": 1.0}
-"""Tolerances of servers with other kernels than those that sampled."""
+"""Tolerances for servers whose kernels differ from the sampling server's."""
 PROMPTS_OF_CALL, GROUP = 32, 8
 NEW_TOKENS = 24
 

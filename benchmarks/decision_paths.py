@@ -63,7 +63,7 @@ Counts = dict[str, Counter[str]]
 
 @dataclass(frozen=True)
 class Asked:
-    """Requested prompts. The seed of each follows that of the prompt before."""
+    """Prompts to request with `choices` answers each. Prompt i is sampled with seed `first_seed` + i."""
 
     prompts: list[list[int]]
     choices: int = 1

@@ -86,7 +86,7 @@ def run_side(side: str, engine: Engine, *, workload: str, repeat: int) -> tuple[
 
 
 def watch_side(side: str, engine: Engine, *, workload: str, repeat: int) -> Run:
-    """Watch a run; return the seconds from its first step's start to its last one's end, and the waiting share."""
+    """Watch a run; return the seconds from its first step to the end of its last, and the waiting share."""
     with StepWatch(engine.runner.programs) as watch:
         run_side(side, engine, workload=workload, repeat=repeat + 2 * OTHER_PROMPTS)
     seconds, waited_s = watch.spans[-1].ready - watch.spans[0].started, waited_seconds(watch.spans)

@@ -39,7 +39,7 @@ TTFT_S, TPOT_S = 2.0, 0.2
 
 
 def conversations(seed: int) -> list[Conversation]:
-    """Return conversations that share nothing with each other, nor with those of another seed."""
+    """Return conversations without common tokens, also between seeds."""
     draw = np.random.default_rng(seed)
 
     def turn() -> Turn:

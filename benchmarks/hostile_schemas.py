@@ -45,7 +45,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def with_optional(count: int) -> dict[str, Any]:
-    """Return an object of which any property may be left out."""
+    """Return the schema of an object with `count` optional properties."""
     return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
 
 

@@ -1,4 +1,4 @@
-"""What `invariant_products` gives and costs: sampled log-probs beside scored ones, and W1 to W4 with it on and off.
+"""Log-probs of sampled tokens against their scores, and speed of W1 to W4 with `invariant_products` on and off.
 
     python -m benchmarks.invariance [--parts "native on,xla on,xla off,cost"] [--tokens 100000] [--size small]
 
@@ -37,7 +37,7 @@ NEW_TOKENS = 200
 
 
 def equality(kernels: str, setting: str, *, num_tokens: int) -> dict[str, Any]:
-    """Sample and score under each version in turn; returns how many tokens were compared, and how many differ."""
+    """Sample and score under each weight version; return the numbers of compared and of differing tokens."""
     counts = {"versions": NUM_VERSIONS, "tokens": 0, "differing": 0, "ratio_not_1": 0, "largest": 0.0}
     with tempfile.TemporaryDirectory() as folder:
         paths = [_version(Path(folder), seed) for seed in range(NUM_VERSIONS)]

@@ -1,4 +1,4 @@
-"""What `invariant_products` gives and costs, as tables."""
+"""Tables of `benchmarks.invariance`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KERNELS = ("native", "xla")
 
 
 def invariance(found: Mapping[str, Any]) -> str:
-    """Log-probs that scoring does not reproduce, then rates with the setting on and off."""
+    """Render the log-probs that scoring does not reproduce, then rates with the setting on and off."""
     rows = [
         [side, each["versions"], f"{each['tokens']:,}", f"{each['differing']:,}", f"{each['ratio_not_1']:,}",
          f"{each['largest']:.1e}"]

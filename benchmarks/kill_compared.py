@@ -46,7 +46,7 @@ def compared(found: list[Answer | str], asked: Asked, expected: dict[str, Undist
 
 
 def _crossed(number: int, ours: Asked, theirs: Asked, span: dict[str, Any]) -> dict[str, float]:
-    """Return what differs in a request whose outputs are of these weights until the end of this span."""
+    """Return the differences of a request whose outputs come from these weights up to the end of this span."""
     end, version = span["end"], span["version"]
     (tokens, expected), (choice, wanted) = (
         [asked.tokens[number] for asked in (ours, theirs)],

@@ -86,7 +86,7 @@ class Way:
         return time.monotonic() - begun
 
     def undisturbed(self) -> tuple[dict[str, Undisturbed], Timing]:
-        """Return answers under every version, the first of which serves then, and the seconds of it all."""
+        """Return the answers under every weight version and the seconds taken; then the first version serves again."""
         expected, update_s = {}, 0.0
         for version in [*self.checkpoints][::-1]:
             update_s = self.update(version) if version else update_s

@@ -47,7 +47,7 @@ Schema = dict[str, Any] | bool
 
 
 def schemas_of(sdist: Path) -> list[tuple[str, Schema]]:
-    """Return every schema of the suite with where it stands, without those of optional behaviour."""
+    """Return the schemas of the suite with their places, except for optional behaviour."""
     found = []
     with tarfile.open(sdist) as archive:
         for member in sorted(archive.getnames()):

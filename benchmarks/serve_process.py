@@ -163,7 +163,7 @@ def cpu_seconds_by_part(processes: dict[int, tuple[int, str, float]], root: int)
 
 
 def _family(processes: dict[int, tuple[int, str, float]], root: int) -> list[int]:
-    """Return those of `processes` that descend from `root`, and itself."""
+    """Return `root` and its descendants among `processes`."""
     children = defaultdict(list)
     for pid, (parent, _, _) in processes.items():
         children[parent].append(pid)

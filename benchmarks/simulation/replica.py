@@ -41,7 +41,7 @@ class SimulatedDevices:
         self._before: tuple[float, StepResult] | None = None
         self._host, self._restored_at = host, 0.0
         self._copied_at: dict[int, float] = {}
-        """When the copies of each data rank end."""
+        """End time of the copies of each data rank, in seconds."""
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Begin a step when the one before has ended, and wait for that one."""
@@ -91,9 +91,9 @@ class HostMemory(NamedTuple):
     """A cache of evicted pages in the memory of a replica's hosts."""
 
     num_pages: int
-    """Of each data rank."""
+    """Number of pages of each data rank."""
     page_s: float
-    """Seconds to copy a page, in either direction; those of a data rank are copied one after the other."""
+    """Seconds to copy a page in either direction. A data rank copies its pages one after the other."""
 
 
 class SessionHints(NamedTuple):

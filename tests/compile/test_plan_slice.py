@@ -101,7 +101,7 @@ def test_a_plan_is_within_10_percent_of_the_compiled_step_of_a_made_up_model(nam
 
 @pytest.mark.parametrize("case", sorted(name for name in GATE if "@" in name and "," not in name))
 def test_weights_are_those_of_the_compile_check(case):
-    """Of models without another that drafts for them, as they are laid out today: they need no compiling."""
+    """Cases without a draft model are laid out anew, which needs no compiling."""
     name, _, slice_and_more = case.partition("@")
     topology, _, redundant = slice_and_more.partition("+")
     spec, dp = spec_from_config(read_config(name)), GATE[case]["dp"]

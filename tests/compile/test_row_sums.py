@@ -17,7 +17,7 @@ from tests.compile.topologies import compile_for, text_of
 
 WIDTH, WORDS = 2048, 18992
 SIZES = (32, 256)
-"""A head of so many words is turned around for many rows: another emitter multiplies the words by the rows."""
+"""Size of a head for which XLA swaps the operands at many rows, and so uses another emitter."""
 
 
 def of_rows(rows, matrix, *, blocks: bool):
@@ -73,7 +73,7 @@ BY_SIZE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model", BY_SIZE)
 def test_sums_of_tpus_that_depend_on_the_size_of_a_step_are_named(model):
-    """The reasons why `invariant_products` is refused there."""
+    """These differences are why TPUs refuse `invariant_products`."""
     served = lay_out(case_of_model(model, "v6e:2x4", num_layers=2, values={"max_model_len": 4096}))
     steps = [one for one in programs_of(served, num_pages=64) if one.name in ("decode_16", "prefill_1024")]
     sums = {step.name: traced_sums(step, served.config.plan) for step in steps}

@@ -29,11 +29,11 @@ from tests.http.test_journal import RESUME, all_events, begin, pair_over, told_o
 from tests.support.engine.schedulers import some_reach
 from tests.support.engine.shared_settings import SMALL
 from tests.support.engine.step_gate import unhurried
-from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.families import family_case, write_family
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream, wait_until
 from tests.support.serving.journal_server import OwnJournal
 
-(CASE,) = [case for case in FAMILY_CASES if case.name == "deepseek_v3-0"]
+CASE = family_case("deepseek_v3-0")
 PROMPT = [*range(30, 60)]
 NUM_NEW, MAX_DRAFTS = 8, 3
 ROWS = {"return_routed_experts": True, "return_router_gates": True}

@@ -25,7 +25,7 @@ from tests.http.conftest import assert_idle, served
 from tests.http.test_journal import RESUME, all_events, begin, pair_over, told_of
 from tests.support.engine.shared_settings import INDEXED
 from tests.support.engine.step_gate import unhurried
-from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.families import family_case, write_family
 from tests.support.serving.http_client import CHAT, COMPLETIONS, GENERATE, TOKENS, ask, check_error, stream, wait_until
 from tests.support.serving.journal_server import OwnJournal
 
@@ -39,7 +39,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 @pytest.fixture(scope="module", params=CASES)
 def sparse(request, tmp_path_factory):
-    (case,) = (case for case in FAMILY_CASES if case.name == request.param)
+    case = family_case(request.param)
     path = write_family(case, tmp_path_factory.mktemp("sparse") / "model", seed=5)
     with Engine(str(path), **INDEXED) as engine:
         yield engine

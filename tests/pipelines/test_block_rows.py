@@ -12,10 +12,10 @@ from rayserve_moe import Engine, extract_indexer_topk_from_meta_info
 from rayserve_moe.requests.records import RequestError
 from tests.pipelines.test_index_rows import PROMPTS, experts_of, read_by, replayed
 from tests.support.engine.shared_settings import INDEXED
-from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.families import family_case, write_family
 from tests.support.models.full_logits import prompt_outputs_of
 
-CASE = next(case for case in FAMILY_CASES if case.name == "minimax_m3_vl_text-1")
+CASE = family_case("minimax_m3_vl_text-1")
 SIZE, TOP_K = CASE.config["index_block_size"], CASE.config["index_topk_blocks"]
 ROWS = [0, 0, 1, 1, 2, 2]
 """The layer of each row of a token: two heads of an index each."""

@@ -26,11 +26,11 @@ from tests.support.engine.outputs import Outcomes, assert_identical
 from tests.support.engine.run_requests import cycle_for, preempt_every, run_alone, run_on, speculation_of
 from tests.support.engine.workload import mixed_workload
 from tests.support.kernels.native_kernels import need_native_kernels
-from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.families import family_case, write_family
 from tests.support.models.full_logits import prompt_outputs_of
 from tests.support.speculation.draft_checkpoints import with_prediction_layer
 
-(SCALED,) = [case for case in FAMILY_CASES if case.name == "deepseek_v3-0"]
+SCALED = family_case("deepseek_v3-0")
 PROMPTS = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (5, 40, 70)]
 SETTINGS: dict[str, Any] = {**TWO_SHAPES, "dtype": "float32", "enable_return_routed_experts": True}
 SAMPLING = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -170,7 +170,7 @@ def test_four_devices_have_and_force_the_gates_of_one(engine: Engine, answers: l
 @pytest.mark.slow
 def test_any_subset_of_decisions_can_be_forced(tmp_path: Path):
     """Forcing all parts of a run gives its log-probs; zero gates change them, as does an index limited to the token."""
-    (sparse,) = [case for case in FAMILY_CASES if case.name == "glm_moe_dsa-1"]
+    sparse = family_case("glm_moe_dsa-1")
     on = {"enable_return_router_gates": True, "enable_return_indexer_topk": True, "page_size": 16}
     path = write_family(sparse, tmp_path / "sparse", seed=5)
     with Engine(str(path), **{**SETTINGS, **on}) as engine:

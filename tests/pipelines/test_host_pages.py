@@ -26,7 +26,7 @@ from tests.support.engine.run_requests import Way, cycle_for, kept_tokens, preem
 from tests.support.engine.shared_settings import ONE_BUCKET
 from tests.support.engine.workload import draw_prompt, request_for
 from tests.support.kernels.native_kernels import need_native_kernels
-from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.families import family_case, write_family
 
 NUM_SESSIONS, PROMPT, ANSWER, MORE = 6, 150, 24, 20
 TIGHT = 45
@@ -46,7 +46,7 @@ SLOW = [
 @pytest.fixture(scope="module", params=["qwen3_moe-0", "qwen3_5_moe_text-0", *SLOW])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_native_kernels()
-    (case,) = [case for case in FAMILY_CASES if case.name == request.param]
+    case = family_case(request.param)
     return write_family(case, tmp_path_factory.mktemp(case.name) / "model", seed=5, dtype="bfloat16")
 
 
@@ -61,7 +61,7 @@ def runner(checkpoint: Path) -> HostRunner:
 
 
 def turns_of(prompts: Iterable[list[int]], turn: int) -> list[GenerationRequest]:
-    """In turn greedy and drawn."""
+    """Return requests of which every second one is greedy."""
     return [
         request_for(prompt, f"{i}", max_new_tokens=ANSWER, temperature=float(i % 2), seed=10 * turn + i)
         for i, prompt in enumerate(prompts)
@@ -90,7 +90,7 @@ def statistics_of(cycle: StepCycle) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def turns(runner: HostRunner, card: ModelCard) -> Turns:
-    """Three turns of all sessions, and what each comes to with nothing cached."""
+    """Return three turns of all sessions, and the outcome of each without any cached page."""
     found, requests = [], first_turns()
     for turn in range(1, 4):
         found.append((requests, run_on(cycle_for(runner, card, UNCACHED), card, requests)))
@@ -99,7 +99,7 @@ def turns(runner: HostRunner, card: ModelCard) -> Turns:
 
 
 def hosted_cycle(runner: HostRunner, card: ModelCard, way: Way = WAY) -> StepCycle:
-    """A cycle over few pages that restores all that it finds."""
+    """Return a cycle over few pages that restores every page that it finds."""
     cycle = cycle_for(runner, card, way)
     for rank in cycle.scheduler.ranks:
         assert rank.host is not None
@@ -109,7 +109,7 @@ def hosted_cycle(runner: HostRunner, card: ModelCard, way: Way = WAY) -> StepCyc
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_later_turns_find_the_bits_that_were_evicted(runner: HostRunner, card: ModelCard, turns: Turns, way: Way):
-    """All whole pages of a prompt are found, as far as every kind of state is kept."""
+    """A prompt finds all its whole pages up to the last one after which every kind of state is kept."""
     kept, cycle = kept_tokens(runner), hosted_cycle(runner, card, way)
     for requests, expected in turns:
         found = run_on(cycle, card, requests, intervene=way.intervene)
@@ -155,7 +155,7 @@ def test_every_device_keeps_its_own_share(checkpoint: Path, card: ModelCard, mes
 
 
 def test_an_engine_keeps_pages_in_host_memory_by_its_setting(engine_with: EngineStore):
-    """Which pages it restores depends on how long steps and copies have taken; the answers do not."""
+    """The restored pages depend on the times of steps and copies; the answers do not."""
     engine = engine_with(**ONE_BUCKET, num_pages=TIGHT, host_cache_mib=16)
     generator = np.random.default_rng(2)
     prompts = [draw_prompt(generator, PROMPT).tolist() for _ in range(NUM_SESSIONS)]

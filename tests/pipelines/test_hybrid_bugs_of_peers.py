@@ -36,7 +36,7 @@ from tests.support.engine.run_requests import (
 )
 from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
 from tests.support.models.core import CORE_CONFIG, NUM_PAGES, PAGE_SIZE
-from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.families import family_case, write_family
 from tests.support.models.full_logits import prompt_outputs_of
 from tests.support.speculation.oracle_proposer import Oracle
 
@@ -62,7 +62,7 @@ ABORTED = FinishReason("abort")
 
 @pytest.fixture(scope="module", params=["qwen3_5_moe_text-0", pytest.param("qwen3_next-1", marks=pytest.mark.slow)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (case,) = [case for case in FAMILY_CASES if case.name == request.param]
+    case = family_case(request.param)
     return write_family(case, tmp_path_factory.mktemp(case.name) / "model", seed=5)
 
 

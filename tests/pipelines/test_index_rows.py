@@ -17,10 +17,10 @@ from rayserve_moe.requests.records import RequestError
 from rayserve_moe.scheduling import rank_step
 from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, StepPlan, StepResult
 from tests.support.engine.shared_settings import INDEXED
-from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.families import FAMILY_CASES, family_case, write_family
 from tests.support.models.full_logits import prompt_outputs_of
 
-CASE = next(case for case in FAMILY_CASES if case.name == "glm_moe_dsa-1")
+CASE = family_case("glm_moe_dsa-1")
 TOP_K, LAYERS, WITH_INDEX = CASE.config["index_topk"], [0, 1, 2], [0, 2]
 PROMPTS = [np.random.default_rng(length).integers(3, 100, length).tolist() for length in (5, 40, 70)]
 REPLAYED = {"max_new_tokens": 0, "temperature": 0}

@@ -32,7 +32,7 @@ SETTINGS = {
     "speculative_num_steps": MAX_DRAFTS,
 }
 OTHER_SIZES = {"precompile_bs_paddings": [8, MAX_ROWS], "max_step_tokens": 96}
-"""Of a replica that compiles other steps."""
+"""Settings of a replica that compiles other sizes of steps."""
 slow = partial(pytest.param, marks=pytest.mark.slow)
 WAYS = [
     pytest.param(Way(num_rows=MAX_ROWS), id="company"),
@@ -53,7 +53,7 @@ def workload() -> list[GenerationRequest]:
 
 
 def crowd(size: int) -> list[GenerationRequest]:
-    """Other requests, whose results are not looked at."""
+    """Return other requests, whose results are ignored."""
     generator = np.random.default_rng(size)
     lengths = generator.integers(1, 40, size)
     requests = [request_for(draw_prompt(generator, n), f"other {i}", max_new_tokens=12) for i, n in enumerate(lengths)]
@@ -79,7 +79,7 @@ def test_a_step_does_not_show_in_any_bit(invariant: Engine, expected: Outcomes, 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 7, 22, 53])
 def test_a_batch_does_not_show_in_any_bit(invariant: Engine, expected: Outcomes, size: int):
-    """With as many others: up to 64 sequences."""
+    """Run with other requests, up to 64 sequences in all."""
     found = run_together(invariant.runner, invariant.card, [*crowd(size), *workload()], way=Way(num_rows=MAX_ROWS))
     assert_identical({key: found[key] for key in expected}, expected)
 
@@ -132,7 +132,7 @@ def test_drafts_do_not_show_in_any_bit(engine_with: EngineStore, is_native: bool
 @pytest.mark.slow
 @pytest.mark.float32("native kernels have no free tile")
 def test_one_product_with_a_free_tile_shows(core_checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
-    """That of the dense layer. `tests/unit/tools/test_row_sums.py` finds each of the others by its shapes."""
+    """Free the tile of the dense layer. `tests/unit/tools/test_row_sums.py` finds the other planted tiles by shapes."""
     monkeypatch.setattr(native_kernels, "CPU_INVARIANT", replace(CPU_INVARIANT, mlp=CPU.mlp))
     few = {"invariant_products": "on", "precompile_bs_paddings": [1, 16], "compile_cache": "off"}
     runner, card = prepared_runner(core_checkpoint, **{**TWO_SHAPES, **few}), card_of(core_checkpoint)

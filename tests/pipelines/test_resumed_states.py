@@ -19,7 +19,7 @@ from tests.support.engine.run_requests import cycle_for, run_on
 from tests.support.engine.workload import draw_prompt, request_for
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.core import NUM_PAGES, PAGE_SIZE
-from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.families import family_case, write_family
 
 GRID = 64
 """Tokens from one entry to the next."""
@@ -35,7 +35,7 @@ Replicas = tuple[HostRunner, HostRunner]
 @pytest.fixture(scope="module", params=["qwen3_5_moe_text-0", *SLOW])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_native_kernels()
-    (case,) = [case for case in FAMILY_CASES if case.name == request.param]
+    case = family_case(request.param)
     return write_family(case, tmp_path_factory.mktemp(case.name) / "model", seed=5, dtype="bfloat16")
 
 
@@ -52,7 +52,7 @@ def replicas(checkpoint: Path) -> Replicas:
 
 
 def requests_of() -> list[GenerationRequest]:
-    """In turn greedy and drawn."""
+    """Return requests of which every second one is greedy."""
     generator = np.random.default_rng(4)
     return [
         request_for(draw_prompt(generator, length), f"{i}", max_new_tokens=num_new, temperature=float(i % 2), seed=i)

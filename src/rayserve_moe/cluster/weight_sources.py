@@ -109,7 +109,7 @@ class WeightSources:
         self.waiting = GroupWeights(None, kept=self._kept(places))
 
     def drop_waiting(self) -> None:
-        """Record that the waiting weights are dropped, and make keepers close their shares."""
+        """Forget the waiting weights, and make keepers close their shares."""
         waiting, self.waiting = self.waiting, GroupWeights()
         if waiting.token not in ("", self.serving.token):
             self.keepers.keep_only(self.serving.token)

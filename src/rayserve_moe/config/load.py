@@ -354,7 +354,7 @@ def _check_adapters(adapters: AdapterSettings) -> None:
     if adapters.experts and not adapters.num_slots:
         raise SettingsError("lora_experts needs max_loras: merged adapters may always change experts")
     if adapters.shares_outer and not adapters.experts:
-        raise SettingsError("lora_shared_outer needs lora_experts: it is about the adapters of experts")
+        raise SettingsError("lora_shared_outer needs lora_experts: only adapters of experts share matrices")
 
 
 def _check_parallel(parallel: ParallelSettings) -> None:

@@ -21,15 +21,15 @@ COPY_SHARE = 0.5
 
 
 def hosted_pages_for(scheduler: Scheduler, report: StartReport, *, rows: PageRows | None) -> HostedPages | None:
-    """Return the extension for a server that has just started; None if its hosts keep no pages."""
+    """Return the extension of a started server; None if its hosts keep no pages."""
     return HostedPages(scheduler, report.host, rows=rows) if report.host.num_pages else None
 
 
 class HostedPages(StepExtension):
-    """Copies of evicted pages to host memory, and back where that is faster than to compute them.
+    """Copies evicted pages to host memory, and copies them back if that is faster than to compute them.
 
-    A page takes as long as the hosts have measured, a token as long as steps with prompts have taken per token, and a
-    restored sequence waits a step longer. Until all of these are known, pages are restored.
+    Times are moving means: of a copied page as hosts measure it, and of a prompt token in steps with prompts. A
+    restored sequence waits a step longer. Until all these times are known, pages are restored.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HostedPages(StepExtension):
         self._submitted_at.clear()
 
     def statistics(self) -> dict[str, float]:
-        """Return pages in host memory, as of now, and totals of pages."""
+        """Return the current number of pages in host memory, and totals of pages."""
         counts = [host.counts for host in self._hosts]
         return {
             "host_pages_total": float(self._sizes.num_pages * len(self._hosts)),

@@ -201,7 +201,7 @@ class FreedMemory:
 
 
 FREED_MEMORY = FreedMemory()
-"""That of this process: its collector and its malloc serve all runners."""
+"""Instance of this process. All runners share its garbage collector and its malloc."""
 
 
 def _return_freed() -> None:

@@ -1,4 +1,4 @@
-"""This host's share of pages that the devices have evicted: slots of host memory, filled and read beside the steps."""
+"""Evicted pages of this host's devices in slots of host memory, copied by threads while steps run."""
 
 # M copies   P places   R data ranks
 
@@ -22,7 +22,7 @@ from rayserve_moe.scheduling.step_plan import NO_SLOT, CopyTimes, HostSizes, Pag
 
 MIB = 1 << 20
 MAX_COPIES_BEHIND = 8
-"""Copies out of the devices that may be unfinished: each holds memory of the devices."""
+"""Maximum number of unfinished copies out of the devices. Each holds memory of the devices."""
 SLOT, ENTRY_SLOT, PLACES = 1, 2, 3
 """Columns of `PageMoves`."""
 
@@ -86,7 +86,7 @@ class PageStore:
         return state
 
     def nothing(self) -> PageMoves:
-        """Return moves of a page to slot 0 and back to no place."""
+        """Return moves that compile the programs: a page to slot 0, and back to no place."""
         idle = np.zeros((1, PLACES + self._num_places), np.int32)
         idle[:, ENTRY_SLOT] = NO_SLOT
         return PageMoves(idle, idle)

@@ -94,7 +94,7 @@ class HostRunner:
         self._compilations = CompilationCount()
         self._launches = _Launches.of(plan)
         self._pages: PageStore | None = None
-        """Evicted pages in host memory; None on a server that keeps none."""
+        """Evicted pages in host memory; None without `host_cache_mib`."""
         self._report = self.tensors.unstarted()
 
     @property

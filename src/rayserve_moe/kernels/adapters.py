@@ -22,7 +22,7 @@ LANES = 128
 MATRIX_UNIT = 256
 """Rows and columns of the matrix unit of a TPU (v6e)."""
 COPY_MOVES = 3
-"""Times that the bytes of a copy are moved: read, written and read again."""
+"""Number of times that copied bytes cross HBM: read, written and read again."""
 
 
 class AdapterPair(NamedTuple):

@@ -243,7 +243,7 @@ def layer_flags_of(config: Mapping[str, Any], key: str) -> list[int]:
 def with_limits(
     layers: tuple[LayerSpec, ...], config: Mapping[str, Any], *, experts: str, mlp: str
 ) -> tuple[LayerSpec, ...]:
-    """Return the layers with the limits of their activations, by the keys of those of `experts` and of `mlp`.
+    """Return the layers with limits of their activations, read from the keys `experts` and `mlp`.
 
     Null and 0 mean none. Raises: UnsupportedModelError if a list does not give each layer a limit.
     """

@@ -129,7 +129,7 @@ def _first_difference(rollouts: Sequence[Rollout], replayed: Logprobs) -> str:
     number = next(number for number, tokens in enumerate(differing) if len(tokens))
     token = differing[number][0]
     return (
-        f"{sum(map(len, differing))} log-probs differ, first that of token {token} of sample {number}: "
+        f"{sum(map(len, differing))} log-probs differ; the first is token {token} of sample {number}: "
         f"{rollouts[number].logprobs[token]:.9g} sampled, {replayed[number][token]:.9g} replayed"
     )
 

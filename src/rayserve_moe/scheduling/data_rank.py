@@ -27,7 +27,7 @@ class HostCache(Protocol):
         ...
 
     def num_found(self, sequence: Sequence) -> int:
-        """Return the tokens of a waiting sequence up to the last page after which it could start; 0 if none is here."""
+        """Return the number of first tokens that a waiting sequence can skip after a restore; 0 for no restore."""
         ...
 
     def delays(self, sequence: Sequence) -> bool:
@@ -39,7 +39,7 @@ class HostCache(Protocol):
         ...
 
     def record_left(self, sequence: Sequence) -> None:
-        """Count the pages of a sequence that starts without them."""
+        """Count the pages in host memory that a starting sequence computes again."""
         ...
 
     def clear(self) -> None:
@@ -259,7 +259,7 @@ def running_adapters(rank: DataRank) -> set[str]:
 
 
 def num_found(rank: DataRank, sequence: Sequence) -> int:
-    """Return how many tokens of a waiting sequence are cached on a rank, or behind these in host memory."""
+    """Return the number of first tokens of a waiting sequence that a rank has cached or can restore."""
     num_cached = rank.num_cached(sequence)
     return num_cached if rank.host is None else max(num_cached, rank.host.num_found(sequence))
 

@@ -47,7 +47,7 @@ class CachedPrefix:
     protected_until: float = 0.0
     """Time at which its protection ends; 0 without protection."""
     pins: frozenset[Hashable] = frozenset()
-    """Prompts that choices without a row still wait for (`forks.PromptPins`)."""
+    """Keys of the prompts that choices without a row need (`forks.PromptPins`)."""
 
     @property
     def page_ids(self) -> np.ndarray:

@@ -97,7 +97,7 @@ def cache_with_forks(rank: DataRank, sequence: Sequence, *, num_tokens: int) -> 
 
 
 class PromptPins:
-    """Pins on cached prompts for which choices without a row wait, of the same request or of several.
+    """Pins on cached prompts that waiting choices need, of one request or of several requests.
 
     The choices of a rollout group thus find their prompt, however the group is sent. Pins change the order of eviction
     only, within the share of pages that may be protected.
@@ -106,7 +106,7 @@ class PromptPins:
     def __init__(self, ranks: list[DataRank]) -> None:
         self._ranks = ranks
         self._waiting: dict[Hashable, set[Sequence]] = {}
-        """Choices that have not had a row, by namespace and prompt."""
+        """Choices without a row so far, by key of namespace and prompt."""
         self._pinning: dict[Hashable, set[int]] = {}
         """Ranks with a pin on a prompt."""
 

@@ -1,4 +1,4 @@
-"""Evicted pages of a data rank in the memory of its hosts, by name, and their way back ahead of a start.
+"""Evicted pages of a data rank in the memory of its hosts, by name, and their return before a sequence starts.
 
 The engine decides and keeps the names; hosts hold the bytes in numbered slots (`execution.page_store`). A plan carries
 the copies. Pages that it restores can be found from the next plan on, in the prefix tree like others.
@@ -24,7 +24,7 @@ from rayserve_moe.scheduling.step_plan import NO_SLOT, HostSizes
 from rayserve_moe.state.entries import EntryState
 
 RESTORED_TOKENS, RESTORED_PAGES = 1024, 16
-"""Tokens of which a plan restores no more on a data rank, unless they are fewer pages than these."""
+"""Maximum tokens that a plan restores on a data rank, and the number of pages that it may always restore."""
 NAME_BYTES = 16
 _KEY = secrets.token_bytes(32)
 
@@ -33,7 +33,7 @@ PageName = bytes
 
 
 class PageRows(Protocol):
-    """Routing rows of pages, which leave and return with them."""
+    """Routing rows of pages. They move to host memory and back with their pages."""
 
     def of_page(self, data_rank: int, page: int, *, generation: int) -> Any:
         """Return a copy of the rows of all tokens of a page, or None if some are not known."""
@@ -52,9 +52,9 @@ class HostedPage:
     entry_slot: int
     """Slot of its entries; NO_SLOT for none."""
     are_held: tuple[bool, ...]
-    """True for each state whose data is there."""
+    """True for each state whose data is in host memory."""
     rows: Any
-    """Its routing rows (`PageRows`); None on a server without."""
+    """Routing rows (`PageRows`); None on a server that captures none."""
 
     def covers(self, are_held: tuple[bool, ...]) -> bool:
         """Return True if it has the data of each state with True."""
@@ -79,9 +79,9 @@ class HostCounts:
     offloaded: int = 0
     restored: int = 0
     left: int = 0
-    """Found in host memory, and computed because that was faster."""
+    """Pages that were in host memory, but were computed because that was faster."""
     without_rows: int = 0
-    """Not offloaded, because some routing rows were not known."""
+    """Pages that were not offloaded, because some of their routing rows were not known."""
 
 
 class HostPages:
@@ -133,7 +133,7 @@ class HostPages:
             self._keep(page, name)
 
     def num_found(self, sequence: Sequence) -> int:
-        """Return the tokens of a waiting sequence up to the last page after which it could start; 0 if none is here."""
+        """Return the number of first tokens that a waiting sequence can skip after a restore; 0 for no restore."""
         names, num_cached = self._restorable(sequence)
         return (num_cached + len(names)) * self._page_size if names and self.pays(len(names)) else 0
 
@@ -174,11 +174,11 @@ class HostPages:
         self.counts.restored += len(page_ids)
 
     def record_left(self, sequence: Sequence) -> None:
-        """Count the pages of a sequence that starts without them."""
+        """Count the pages in host memory that a starting sequence computes again."""
         self.counts.left += len(self._restorable(sequence)[0])
 
     def limit_restored(self, num_pages: int) -> None:
-        """Restore at most this number of pages with a plan, but one."""
+        """Set the maximum number of pages that a plan restores; at least 1."""
         self.max_restored = max(1, min(num_pages, max(RESTORED_PAGES, RESTORED_TOKENS // self._page_size)))
 
     def take_moves(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -249,7 +249,7 @@ class HostPages:
         self.counts.offloaded += 1
 
     def _take_entry(self) -> int:
-        """Return a slot for entries, that of the page which has held one for longest if none is free."""
+        """Return a free slot for entries, or take the slot of the page that has held one the longest."""
         if not self._free_entries:
             oldest = next(iter(self._with_entry), None)
             if oldest is None or self._is_arriving(oldest):
@@ -273,7 +273,7 @@ class HostPages:
         return self._arrival is not None and name in self._arrival.names
 
     def _restorable(self, sequence: Sequence) -> tuple[list[PageName], int]:
-        """Return the pages after the cached pages of a sequence, as far as it could start, and the number of these."""
+        """Return the names of pages to restore behind the cached pages of a sequence, and the number of the latter."""
         rank, cache = self._rank, sequence.cache
         if not self._pages:
             return [], 0
@@ -311,7 +311,7 @@ class HostPages:
             self._restores.append([rank.index, hosted.slot, hosted.entry_slot, *self._places_of(page)])
 
     def _places_of(self, page: int) -> list[int]:
-        """Return where a page lies in every page table, then its entries."""
+        """Return the index of a page in every page table, then the indices of its entries."""
         rank = self._rank
         tables = [int(page_of[page]) for page_of in rank.page_maps] or [page]
         return [*tables, *(int(state.place_of[page]) for state in rank.states[self._first_entry :])]

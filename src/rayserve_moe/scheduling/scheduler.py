@@ -240,7 +240,8 @@ class Scheduler:
         if not ranked:
             return False
         first = ranked[0].rank.index
-        for step in () if first in closed else (step for step in ranked if step.rank.index not in closed):
+        open_steps = [] if first in closed else [step for step in ranked if step.rank.index not in closed]
+        for step in open_steps:
             if self._delays(sequence, step.rank):
                 return True
             if step.admit(sequence):
@@ -262,9 +263,10 @@ class Scheduler:
         return [sequence for sequence in equals if sequence.queue.awaited_rank not in closed]
 
     def _rank_steps(self, sequence: Sequence, steps: list[RankStep]) -> tuple[int, list[RankStep]]:
-        """Return the steps that may take a sequence, by the tokens that their ranks compute until its prompt is done.
+        """Sort the steps that may take a sequence by the tokens that their ranks compute until its prompt is done.
 
-        Before them stands the number of its tokens that the first has cached, or -1 if there is none.
+        Returns the number of its tokens that the first rank has cached, and the steps; (-1, []) if no step may take it.
+        Records the first rank in the sequence.
         """
         num_cached = {step: num_found(step.rank, sequence) for step in steps if self._may_take(sequence, step.rank)}
         ranked = sorted(num_cached, key=lambda step: (step.backlog - num_cached[step], len(step.rank.running)))
@@ -299,7 +301,7 @@ class Scheduler:
             finish_session(self, cache.owner)
 
     def _take_arrivals(self) -> None:
-        """Cache the pages that the last plan restored; sequences that waited for them may start."""
+        """Cache the pages that the last plan restored, so that sequences that waited for them may start."""
         self._delayed.clear()
         for rank in self.ranks:
             if rank.host is not None:

@@ -120,7 +120,7 @@ class QueueState:
     num_cached: int | None = None
     """Cached tokens when they were last matched; None before."""
     awaited_rank: int | None = None
-    """Rank that would compute its prompt first when it was last matched; None before."""
+    """Rank that would have computed its prompt first at the last match; None before the first match."""
 
 
 @dataclass(slots=True)

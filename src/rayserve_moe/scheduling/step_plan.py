@@ -204,7 +204,7 @@ class HostSizes(NamedTuple):
 
 
 class CopyTimes(NamedTuple):
-    """Pages that the devices of a host have copied to host memory and back, and the seconds, both added up."""
+    """Number of pages that the devices of a host copied in both directions, and the seconds, summed over devices."""
 
     num_pages: int
     seconds: float
@@ -215,17 +215,17 @@ NO_HOST_PAGES, NO_COPIES = HostSizes(0), CopyTimes(0, 0.0)
 
 @dataclass(frozen=True)
 class PageMoves:
-    """Copies of pages between devices and host memory, which every host makes of its share.
+    """Copies of pages between devices and host memory. Every host copies its own shards.
 
     A copy is a data rank, a slot of host memory, the slot of its entries or NO_SLOT, then the page in every page table
     and the entry in every entry group, 0 for none. Pages are offloaded before the step, which may overwrite them.
-    Restored pages are there before the next step.
+    Restored pages are on the devices before the next step.
     """
 
     offloads: np.ndarray
-    """int32 [N, 3 + tables + entry groups]."""
+    """Copies to host memory, int32 [N, 3 + tables + entry groups]."""
     restores: np.ndarray
-    """Likewise."""
+    """Copies from host memory, int32 [N, 3 + tables + entry groups]."""
 
 
 NO_PAGE_CHANGES, NO_NEW_ROWS, NO_BLOCK_WORK, NO_CHUNKS = PageTableChanges(), RowSampling(), BlockWork(), Chunks()
@@ -266,7 +266,7 @@ class StepPlan:
     adapters: AdapterWork | None = None
     """Adapters of the chunks; None if no chunk has one."""
     moves: PageMoves | None = None
-    """Copies of pages; None without any. Also in a plan without chunks."""
+    """Copies of pages, also of a plan without chunks; None for no copies."""
 
     @property
     def has_blocks(self) -> bool:

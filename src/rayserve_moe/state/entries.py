@@ -44,7 +44,7 @@ class EntryState:
         self._idle: dict[int, None] = {}
         """Entries of pages without users or owner, least recently used first."""
         self._restored: dict[int, int] = {}
-        """Entries on their way from elsewhere, by page, the first restored first."""
+        """Entries that are being restored, by page, in the order of their restores."""
         self._num_spare = group.num_entries - 1 - 2 * num_rows
         self._own = np.full(num_rows, NOT_IN_USE, np.int64)
         self._source = np.full(num_rows, NOT_IN_USE, np.int64)
@@ -60,7 +60,7 @@ class EntryState:
         return np.concatenate([[True], are_held])
 
     def restore(self, page: int, *, is_held: bool) -> None:
-        """Attach an entry to a page if it is held, as many as rows can do without."""
+        """Attach an entry to a page if its data is held; rows must keep the entries that they need."""
         if not is_held or not self._num_spare:
             return
         if len(self._restored) == self._num_spare:

@@ -33,9 +33,9 @@ class PagedState:
         self._free = list(range(num_pages - 1, 0, -1))
         self._idle: dict[int, None] = {}  # pages of the rank without users, least recently used first
         self._restored: dict[int, None] = {}
-        """Pages of the rank whose data is on its way from elsewhere, the first restored first."""
+        """Pages of the rank whose data is being restored, in the order of their restores."""
         self._num_spare = num_pages - 1 if num_pages >= num_rank_pages else (num_pages - 1) // 2
-        """Pages that all rows can do without (`state.groups.page_groups`)."""
+        """Maximum number of restored pages: the pages that rows do not need (`state.groups.page_groups`)."""
         self._first_seen = np.full(num_rows, NOT_IN_USE)  # by row: index of the first page that it uses
 
     def usable(self, are_held: np.ndarray) -> np.ndarray:

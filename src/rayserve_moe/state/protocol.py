@@ -30,7 +30,7 @@ class SequenceState(Protocol):
     """
 
     place_of: np.ndarray
-    """Where the data of each page of the rank lies in the pools, int32 [pages of the rank]; 0 for none."""
+    """Index in the pools of the data of each page of the rank, int32 [pages of the rank]; 0 for none."""
 
     def usable(self, are_held: np.ndarray) -> np.ndarray:
         """Return whether a sequence can start after the first 0, 1 ... n cached pages, bool [n + 1].

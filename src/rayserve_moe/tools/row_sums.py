@@ -49,12 +49,12 @@ class RowSum:
     """A product or a sum of a program that adds up floating-point numbers."""
 
     line: str
-    """The line of this package that it was traced from."""
+    """Source line in this package."""
     operation: str
     order: str
-    """What the order of its additions follows from."""
+    """Shapes, dtypes and precision that decide the order of its additions."""
     in_kernel: bool = False
-    """True in kernels of our own."""
+    """True for sums inside our own kernels."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Difference:
 
 
 def differences(served: ServedModel, *, names: Iterable[str] = ()) -> list[Difference]:
-    """Return where steps of a server, or those of `names`, could add up a row in two orders.
+    """Return the source lines at which steps of a server, or the steps in `names`, could add up a row in two orders.
 
     Steps for TPUs are traced and compiled, others are traced.
     """
@@ -134,9 +134,9 @@ def _by_order(of_program: Mapping[str, set[str]], *, names: Iterable[str]) -> di
 
 
 def sums_of(jaxpr: core.Jaxpr, *, in_kernel: bool = False, line: str = "") -> Iterator[RowSum]:
-    """Yield the sums of a program, with those of its loops, branches and kernels.
+    """Yield the sums of a program, including sums in its loops, branches and kernels.
 
-    `line` is that of the call, if `jaxpr` is a compiled function of jax: it is traced once for all its calls.
+    `line` is the source line of the call if `jaxpr` is a compiled function of jax, which is traced once for all calls.
     """
     for equation in jaxpr.eqns:
         name, here = equation.primitive.name, line or _line_of(equation)
@@ -158,7 +158,7 @@ def _inner(values: Iterable[Any]) -> Iterator[core.Jaxpr]:
 
 
 def _operands(equation: core.JaxprEqn) -> list[Any]:
-    """Return shapes and dtypes."""
+    """Return the shapes and dtypes of the operands."""
     return [variable.aval for variable in equation.invars]
 
 
@@ -181,9 +181,9 @@ def _line_of(equation: core.JaxprEqn) -> str:
 
 
 def _order_of(equation: core.JaxprEqn, *, in_kernel: bool) -> str:
-    """Return what decides the order of a sum: the shapes of operands without the axes of a batch of products.
+    """Return the shapes and dtypes that decide the order of a sum, without the batch axes of products.
 
-    In kernels it is the sizes that are summed over.
+    For sums in kernels it returns only the summed sizes.
     """
     operands = _operands(equation)
     shapes = [operand.shape for operand in operands]

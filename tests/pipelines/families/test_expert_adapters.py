@@ -13,12 +13,12 @@ from tests.support.engine.shared_settings import CORE
 from tests.support.models.families import FAMILY_CASES, FamilyCase
 
 OFTEN = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h")
-"""With tensors per expert, with biases and gate and up in turn, with shared experts, a hybrid, and without gates."""
+"""Families with a tensor per expert, interleaved gate and up, shared experts, recurrent layers, and no gates."""
 CASES = [case for case in FAMILY_CASES if case.variant == 0]
 ALL_LAYOUTS = ((4, "fused"), (3, "shared_outer"), (4, "per_expert"), (2, "per_parameter"), (3, "sglang"))
 SHARED = ((4, "shared_outer"), (3, "shared_outer"))
 WITHOUT_GATE = ((4, "per_expert"), (3, "shared_outer"))
-"""Ranks and layouts. Others hold gate and up together."""
+"""Ranks and layouts. The other layouts hold gate and up together."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.parametrize("case", CASES, indirect=True, scope="session", ids=lambda case: case.name),

@@ -34,7 +34,7 @@ MIXES = {
     "chunks of 100, preempted, 1 draft": (replace(PLAIN, chunk_tokens=100, intervene=preempt_every(11)), 22, 1),
     "chunks of 512": (replace(PLAIN, chunk_tokens=512, step_tokens=512), 1, 0),
 }
-"""How to schedule, how many others run, and drafts of a sequence."""
+"""Way of scheduling, number of other requests, and drafts per sequence."""
 
 
 @pytest.fixture(scope="module")

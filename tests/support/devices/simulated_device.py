@@ -190,10 +190,10 @@ class PagedMemory:
         self.entries = EntryMemory(limits) if limits.entry_groups else None
         self.num_flushes = 0
         self._hosted: dict[tuple[int, int], list[np.ndarray]] = {}
-        """Pages in host memory by rank and slot: what they stand for in each pool, and when they were written."""
+        """Pages in host memory by rank and slot: their content for each pool, and the time of their writing."""
         self._hosted_entries: dict[tuple[int, int], int] = {}
         self._arriving: list[tuple[int, list[int], list[np.ndarray], int | None]] = []
-        """Rank, places, page and entry of each copy that the next plan finds."""
+        """Rank, places, page and entry of each copy that the next plan receives."""
 
     def move(self, moves: PageMoves | None) -> None:
         """Copy pages as hosts do: those of the plan before arrive, then others leave, then slots are read."""
@@ -218,7 +218,7 @@ class PagedMemory:
             self._arriving.append((rank, places, page, self._hosted_entries.get((rank, entry_slot))))
 
     def _of_page(self, rank: int, places: list[int]) -> list[np.ndarray | None]:
-        """Return what a page stands for in each pool, None where it has no place, and when it was written."""
+        """Return the content of a page for each pool, None for a pool without it, and the time of its writing."""
         held = [pool.of_page(rank, page) if page else None for pool, page in zip(self._pools, places, strict=False)]
         written = self._written_at.reshape(-1, self._page_size)
         return [*held, written[rank * self._num_pages + places[0]]]

@@ -127,7 +127,7 @@ def run_on(
 
 
 def cycle_for(runner: HostRunner, card: ModelCard, way: Way) -> StepCycle:
-    """Return a cycle over the data ranks of a runner; rows and pages of `way` are those of each rank."""
+    """Return a cycle over the data ranks of a runner, each with the rows and pages of `way`."""
     num_data_ranks = runner.config.plan.data_size
     limits = StepLimits(
         way.num_rows,

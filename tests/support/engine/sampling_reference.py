@@ -97,7 +97,7 @@ def adjusted_by_definition(
 
 
 def logprobs_by_definition(request: GenerationRequest, outputs: list[int], logits_of: Logits) -> np.ndarray:
-    """Return what each output of a request is chosen by: log-probs of the whole vocabulary, [outputs, V]."""
+    """Return the log-probs of the whole vocabulary from which each output was chosen, [outputs, V]."""
     prompt, sampling = request.prompt_ids.tolist(), request.sampling
     logits = logits_of([*prompt, *outputs])[len(prompt) - 1 : -1]
     temperature = sampling.temperature or 1.0

@@ -334,7 +334,7 @@ def a_ring_without_its_last_tile() -> None:
 
 
 def decays_that_stay() -> None:
-    """Skip the writes of decays by element."""
+    """Skip the writes of decays per element."""
     writes = delta_visits._row_writes
 
     def without_decays(*given: Any) -> Iterator[Any]:

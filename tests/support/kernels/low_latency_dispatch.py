@@ -201,7 +201,7 @@ def engine_outcome(expert_dtype: str = "bfloat16") -> Outcome:
 
 
 def all_interpreted(traced: list[str]) -> Kernels:
-    """Return every kernel of a step on TPUs that is ours, in the place of those of CPUs."""
+    """Return a table with our TPU kernels of a step in place of the CPU kernels."""
     paged_attention.cores_of_device = lambda _=None: 1
     own = {name: partial(kernel, interpret=INTERPRETED) for name, kernel in OWN.items()}
     by_our_own = {"decode": own["attend"], "prefill": own["attend"], "write_and_decode": own["attend_new"]}

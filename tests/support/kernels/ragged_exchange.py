@@ -53,7 +53,7 @@ def random_case(kind: tuple, num_ranks: int, seed: int) -> RaggedCase:
 
 
 def expected_of(case: RaggedCase) -> np.ndarray:
-    """Return what every rank ends up with, row range by row range."""
+    """Return the rows that every rank has after the exchange, by row range."""
     out = case.output.copy()
     for sender, receiver in np.ndindex(case.send_sizes.shape):
         size, source = case.send_sizes[sender, receiver], case.input_offsets[sender, receiver]

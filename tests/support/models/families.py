@@ -530,6 +530,12 @@ FAMILY_CASES = tuple(
 )
 
 
+def family_case(name: str) -> FamilyCase:
+    """Return the case of a family and variant, such as `qwen3_moe-0`."""
+    (found,) = [case for case in FAMILY_CASES if case.name == name]
+    return found
+
+
 def config_of(case: FamilyCase, **changes: Any) -> dict[str, Any]:
     """Return the `config.json` that transformers writes, or the case's own where it has no such class."""
     written = case.config

@@ -138,7 +138,7 @@ SHARED_HALVES = {"gate_MPDF": 0, "up_MPDF": 0, "down_MPFD": 1}
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_a_matrix_that_experts_share_is_held_once(family: str, tmp_path: Path):
-    """It equals that of each expert, also from a file that repeats it for every expert."""
+    """A shared matrix equals the matrix of each expert, also from a file that repeats it for every expert."""
     case = next(case for case in FAMILY_CASES if case.family == family)
     checkpoint = write_family(case, tmp_path / "model", seed=3)
     files = open_checkpoint(checkpoint)

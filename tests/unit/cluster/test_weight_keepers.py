@@ -180,7 +180,7 @@ def test_weights_that_serve_stay_on_offer_while_others_wait(monkeypatch: pytest.
 
 
 def test_weights_that_waited_are_closed_once_they_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the client or by a loss: until then a copy of them takes memory beside what serves."""
+    """A client or a lost host drops them. Before that, a copy of them takes memory beside the serving weights."""
     monkeypatch.setattr(ray, "get", lambda places, timeout=0.0: places)
     sources = WeightSources(list, ClusterSettings(), timeout_s=lambda: 1.0, on_change=lambda: None)
     sources.keepers.actors = {"n": cast(ActorHandle, Keeper())}

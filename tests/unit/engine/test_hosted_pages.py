@@ -17,7 +17,7 @@ PAGE = 4
 
 
 class Timed:
-    """Hosted pages on a clock that a test turns."""
+    """Return hosted pages on a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0

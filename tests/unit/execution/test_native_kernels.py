@@ -231,7 +231,7 @@ def test_experts_of_tpus_are_padded_where_both_widths_become_whole_lanes(model, 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_shares_of_the_vocabulary_on_tpus_are_whole_lanes(num_devices):
-    """So XLA lays out logits and histories by rows. The tables have the rows of all shares."""
+    """XLA then lays out logits and histories by rows. The tables have the rows of all shares."""
     spec, plan = spec_from_config(read_config("qwen3-30b-a3b")), plan_for(jax.devices()[:num_devices])
     config = model_config(spec, plan, experts=ExpertSettings(), kernels=TPU)
     tables, part = parameter_tree(config, dtype="bfloat16")["embedding"], words_of(config)

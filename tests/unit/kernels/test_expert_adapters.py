@@ -140,9 +140,9 @@ SHARED = [
     [each[::SLOTS] if place == part else each for place, each in enumerate(pair)]
     for pair, part in zip(PAIRS, (0, 0, 1), strict=True)
 ]
-"""A of gate and up and B of down once for all experts of a layer."""
+"""Shapes with A of gate and up, and B of down, once for all experts of a layer."""
 EXPANDED = [[np.repeat(each, SLOTS, axis=0) if len(each) == 2 else each for each in pair] for pair in SHARED]
-"""The same for each expert."""
+"""Shapes with all matrices for each expert."""
 
 
 def test_a_matrix_that_experts_share_gives_the_bits_of_its_copies(kernel: Kernel):

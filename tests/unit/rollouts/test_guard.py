@@ -78,7 +78,7 @@ def test_with_a_bound_of_zero_a_single_last_bit_is_refused_and_named(batch):
     assert exact.kl == 0 and exact.likely_cause is None and exact.num_tokens == sum(map(len, found))
     found[3][1] = np.nextafter(found[3][1], np.float32(0))
     check_replay(sampled, found, versions=["7"])
-    with pytest.raises(RefusedBatch, match="1 log-probs differ, first that of token 1 of sample 3") as refusal:
+    with pytest.raises(RefusedBatch, match="1 log-probs differ; the first is token 1 of sample 3") as refusal:
         check_replay(sampled, found, versions=["7"], max_kl=0)
     assert refusal.value.cause.startswith("sums in another order")
     assert f"{sampled[3].logprobs[1]:.9g} sampled, {found[3][1]:.9g} replayed" in str(refusal.value)

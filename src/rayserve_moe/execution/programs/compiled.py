@@ -117,7 +117,7 @@ class CompiledPrograms:
     adapters: AdapterPrograms | None = None
     """Programs that change the resident adapters; None on a server without."""
     pages: PagePrograms | None = None
-    """Programs that copy pages to host memory and back; None on a server that keeps none there."""
+    """Programs that copy pages to host memory and back; None without `host_cache_mib`."""
 
     @property
     def changes(self) -> tuple[CompiledUpdate, CompiledUpdate]:

@@ -29,7 +29,7 @@ _MIXERS = {
     **dict.fromkeys(("mamba", "linear_attention"), "mamba2"),
     **dict.fromkeys(("attention", "full_attention"), "gqa"),
 }
-"""Kind of a mixer by its type, in its published spelling and in that of transformers."""
+"""Mixer kind by layer type, as published files and as transformers spell it."""
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
