@@ -18,6 +18,9 @@ SHARED := -n 3 --no-loadscope-reorder
 # transformers imports torch where it is installed (`make parity`), in every process: over a CPU second each.
 WITHOUT_TORCH := PYTHONPATH=$(CURDIR)/tests/support/without_torch$(if $(PYTHONPATH),:$(PYTHONPATH))
 
+# How the sources are written: tests of `check`.
+STYLE := $(patsubst %,tests/architecture/test_%.py,limits budgets edits language)
+
 # Nothing is asked of the network once `setup` has run. Your own environment wins: `JAX_PLATFORMS=tpu,cpu make serve`.
 export HF_HUB_OFFLINE ?= 1
 export JAX_PLATFORMS ?= cpu
@@ -63,10 +66,11 @@ fmt: $(TEST)
 check: $(TEST)
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/ty check --python .venv
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -q -m "not scratch" tests/architecture/test_limits.py tests/architecture/test_budgets.py tests/architecture/test_edits.py tests/architecture/test_language.py
+	$(BIN)/pytest -q -m "not slow" $(STYLE)
 
+# Everything but the tests of `check`, and but those that are slow: a law is tried in one way, in others by `test-all`.
 test: $(TEST)
-	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) -m "not slow and not parity and not emulated and not published"
+	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) $(STYLE:%=--ignore=%) -m "not slow and not parity and not emulated and not published"
 
 # Everything, compiled as for users: `test` compiles most programs quickly.
 test-all: $(TEST)

@@ -71,7 +71,7 @@ def test_a_new_file_that_exists_is_named_and_a_table_does_not_count(tmp_path: Pa
         edit.edited_files(tmp_path)
 
 
-@pytest.mark.scratch
+@pytest.mark.slow
 def test_top_a_removes_what_it_has_to_and_changes_nothing_without_it(observed: dict[str, Any]) -> None:
     before, after = json.loads(json.dumps(sampling_parameter.observe())), observed["sampling_parameter"]
     assert after["plain"] == before["plain"] and "with_top_a" not in before
@@ -83,7 +83,7 @@ def test_top_a_removes_what_it_has_to_and_changes_nothing_without_it(observed: d
         assert {i for i, distance in distances.items() if distance < -CLOSE["abs"]}.isdisjoint(mask)
 
 
-@pytest.mark.scratch
+@pytest.mark.slow
 def test_margins_are_differences_of_log_probs_wherever_they_are_read(observed: dict[str, Any]) -> None:
     found = observed["token_output"]
     expected = [best - second for best, second in found["likeliest"]]
@@ -94,7 +94,7 @@ def test_margins_are_differences_of_log_probs_wherever_they_are_read(observed: d
     assert "output_token_entropy" in found["others"] and "output_token_margin" not in found["others"]
 
 
-@pytest.mark.scratch
+@pytest.mark.slow
 def test_a_family_of_one_file_generates_and_its_knob_moves_log_probs(observed: dict[str, Any]) -> None:
     found = observed["model_family"]
     toy, mixtral = ([logprob for logprob, _ in found[name]] for name in model_family.ARCHITECTURES)
@@ -102,7 +102,7 @@ def test_a_family_of_one_file_generates_and_its_knob_moves_log_probs(observed: d
     assert max(abs(one - other) for one, other in zip(toy, mixtral, strict=True)) > 1e-3
 
 
-@pytest.mark.scratch
+@pytest.mark.slow
 def test_a_layer_kind_with_a_pool_of_its_own_is_served_beside_attention(observed: dict[str, Any]) -> None:
     found = observed["layer_kind"]
     for name, count in layer_kind.PROMPTS.items():

@@ -22,6 +22,7 @@ def test_the_page_states_six_walks_of_six_hops():
     assert {len(hops) for hops in STATED.values()} == {6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_walk_takes_the_hops_that_the_page_states_in_their_order(traced, name):
     assert walks.missing_or_late(STATED[name], traced[name]) == []

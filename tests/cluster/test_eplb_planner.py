@@ -277,6 +277,7 @@ def load(replica: Replica, expected: list[list[int]]) -> Iterator[Load]:
         load.until(lambda: is_balanced(replica.view) and replica.totals["finished"] > num_finished)
 
 
+@pytest.mark.slow
 def test_a_replica_answers_without_any_balancer(replica: Replica, load: Load) -> None:
     num_answers = load.num_answers
     load.until(lambda: load.num_answers > num_answers + 8)

@@ -40,6 +40,7 @@ NEAR = {"v5e": 1.0, "v5p": 1.2, "v6e": 1.2, "tpu7x": 3.0}
 """Most bundles of a token over those that its bytes take; requests for copies bound tpu7x, whose memory is fast."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("chip", CHIP_CASES)
 @pytest.mark.parametrize("case", HEADS)
@@ -98,6 +99,7 @@ STEPS = {
 """Kernels of a step by model, and the scopes in which XLA runs no loop. XLA chooses the blocks of MiniMax-M3."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", STEPS)
 def test_a_step_masks_no_prompt_by_xla(model: str):

@@ -180,6 +180,7 @@ V6E8 = "configs/qwen3_30b_a3b_v6e8.yaml"
 TOO_LARGE = ["--model", "qwen3-30b-a3b", "--layers", "2", "--topology", "v5e:2x4", "--batch", "2000"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_compilers_numbers(capsys):
     status = main(["compile-check", *TOO_LARGE, "--programs", "decode_2000", "--json"])
     assert status == 1

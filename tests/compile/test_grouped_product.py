@@ -88,6 +88,7 @@ def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
 BY_ROWS, BY_COLUMNS = "2,1,0", "1,2,0"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("width", "inner", "orders", "kernel"),
     [

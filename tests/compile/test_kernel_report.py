@@ -24,6 +24,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "topology", "values"),
     [

@@ -252,6 +252,7 @@ def test_an_adapter_is_not_merged_into_weights_that_an_update_brought(
     ask(http, LOAD, lora_name="x", lora_path=str(adapter))
 
 
+@pytest.mark.slow
 def test_all_replicas_load_an_adapter_or_none_does(engine, second_engine, checkpoint, adapter):
     for one in (engine, second_engine):
         assert one.loop.control.update_weights(WeightOrder(str(checkpoint), "0")).result().success

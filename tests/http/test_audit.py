@@ -152,6 +152,7 @@ def test_wrong_rows_are_found_where_they_begin(http, layout, two, name, with_log
     assert [token, layout.layer_ids[layer]] == found["places"][0]
 
 
+@pytest.mark.slow
 def test_rows_of_other_weights_are_named(http, layout, two, other_checkpoint):
     """The rows and log-probs come from other weights of the same shapes."""
     with Engine(model_path=str(other_checkpoint), **ONE_ROW | {"enable_return_routed_experts": True}) as engine:
@@ -259,6 +260,7 @@ def test_what_is_no_trajectory_is_refused(http, layout, two):
     check_error(http.post(AUDIT, json={"samples": [good] * 257}), 400)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_not_started_for_it_says_how_it_would(small_http, layout, two):
     error = check_error(small_http.post(AUDIT, json={"samples": [body_of(layout, two[0])]}), 501)
     assert "enable_audit" in error["message"]

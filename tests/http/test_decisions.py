@@ -107,6 +107,7 @@ def same(found: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_every_route_returns_the_gates_of_the_engine(client, wanted, path):
     for form in ("sglang", "packed", "npy", "nested"):

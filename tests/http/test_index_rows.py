@@ -99,6 +99,7 @@ def own_rows(layout):
     return np.searchsorted(layout.sparse_layer_ids, layout.layer_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sglang", "packed"])
 @pytest.mark.parametrize("path", BODIES)
 def test_every_route_returns_the_rows_of_the_engine(client, wanted, layout, path, form):

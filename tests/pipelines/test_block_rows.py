@@ -35,6 +35,7 @@ def answers(engine: Engine) -> list[dict]:
     return engine.generate(input_ids=PROMPTS, sampling_params=sampling, **rows)
 
 
+@pytest.mark.slow
 def test_rows_are_the_blocks_that_each_head_chooses(engine: Engine, answers: list[dict]):
     outputs_of = prompt_outputs_of(engine.runner, longest=96)
     for prompt, answer in zip(PROMPTS, answers, strict=True):

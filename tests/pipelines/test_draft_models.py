@@ -105,6 +105,7 @@ def logits_of_rows(runner: HostRunner) -> Callable[[], np.ndarray]:
     return lambda: np.asarray(compiled(runner.weights, runner.state.draft.features_RD))
 
 
+@pytest.mark.slow
 @pytest.mark.float32("drafts are held to numpy")
 @pytest.mark.parametrize("kind", SOME)
 def test_features_logits_and_drafts_are_those_of_the_files(drafting_engine, kind: str):

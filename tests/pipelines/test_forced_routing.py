@@ -99,6 +99,7 @@ def test_forced_outcomes_do_not_depend_on_scheduling(engine: Engine, free: Outco
     assert_all_same({key: outcomes[key] for key in forced}, forced)
 
 
+@pytest.mark.slow
 def test_forced_outcomes_do_not_depend_on_data_ranks(two_ranks: Engine, free: Outcomes, forced: Outcomes):
     requests = forced_requests(free, two_ranks.card.routing.num_experts)
     assert_all_same(run_together(two_ranks.runner, two_ranks.card, requests, way=ON_TWO_RANKS), forced)

@@ -133,6 +133,7 @@ def test_gates_need_experts(engine: Engine, answers: list[dict]):
         engine.generate(input_ids=PROMPTS[0], sampling_params=SCORED, return_router_gates=True)
 
 
+@pytest.mark.slow
 def test_a_server_without_the_setting_computes_no_gates_and_refuses_them(checkpoint: Path, answers: list[dict]):
     """Without the setting, steps have neither an input nor an output for gates."""
     experts = answers[0]["meta_info"]["routed_experts"]

@@ -107,6 +107,7 @@ def hosted_cycle(runner: HostRunner, card: ModelCard, way: Way = WAY) -> StepCyc
     return cycle
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_later_turns_find_the_bits_that_were_evicted(runner: HostRunner, card: ModelCard, turns: Turns, way: Way):
     """A prompt finds all its whole pages up to the last one after which every kind of state is kept."""
@@ -154,6 +155,7 @@ def test_every_device_keeps_its_own_share(checkpoint: Path, card: ModelCard, mes
     cycle.scheduler.flush()
 
 
+@pytest.mark.slow
 def test_an_engine_keeps_pages_in_host_memory_by_its_setting(engine_with: EngineStore):
     """The restored pages depend on the times of steps and copies; the answers do not."""
     engine = engine_with(**ONE_BUCKET, num_pages=TIGHT, host_cache_mib=16)

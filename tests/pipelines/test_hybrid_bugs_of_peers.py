@@ -118,6 +118,7 @@ def test_cached_prefixes_do_not_show(runner: HostRunner, card: ModelCard):
     cycle.scheduler.flush()
 
 
+@pytest.mark.slow
 def test_cached_prefixes_and_drafts_together_do_not_show(runner: HostRunner, card: ModelCard):
     """vllm#53912 (after #43559, #47861), #50172: tokens are lost and repeated with drafts and cached prefixes.
 
@@ -185,6 +186,7 @@ def cached_pages(cycle: StepCycle, token_ids: np.ndarray) -> np.ndarray:
     return cycle.scheduler.ranks[0].tree.matching_pages(("",), token_ids)
 
 
+@pytest.mark.slow
 def test_each_prompt_of_a_step_leaves_the_entry_of_its_own_tokens(runner: HostRunner, card: ModelCard):
     """sglang#33450: states of a batch of prompts were taken at multiples in the batch, not in each prompt.
 
@@ -284,6 +286,7 @@ def test_pages_may_be_shorter_and_longer_than_the_grid(checkpoint: Path, card: M
     cycle.scheduler.flush()
 
 
+@pytest.mark.slow
 def test_slots_that_others_leave_are_neither_lost_nor_read(runner: HostRunner, card: ModelCard):
     """tpu-inference#2779: slots leaked, and requests read states of the requests that had them before.
 
@@ -332,6 +335,7 @@ def test_borders_of_chunks_do_not_show(runner: HostRunner, card: ModelCard):
         assert_all_same(found, expected)
 
 
+@pytest.mark.slow
 def test_choices_of_a_cached_prompt_do_not_change_the_state_that_they_share(runner: HostRunner, card: ModelCard):
     """vllm#56196: a chunk shorter than the convolution wrote to the block of the shared prefix.
 

@@ -60,6 +60,7 @@ def test_outputs_do_not_depend_on_asking_for_routing(engine: Engine, alone: Outc
             assert request.return_routed_experts or outcomes[key].routing is None
 
 
+@pytest.mark.slow
 def test_outputs_do_not_depend_on_capturing_routing(engine_with: EngineStore, alone: Outcomes):
     server_without = engine_with(enable_return_routed_experts=False, **ONE_BUCKET)
     requests = [without_routing(request) for request in mixed_workload()]

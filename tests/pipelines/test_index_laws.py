@@ -123,6 +123,7 @@ def chosen_of(outcome: Outcome, card: ModelCard) -> np.ndarray:
     return rows
 
 
+@pytest.mark.slow
 def test_many_tokens_do_not_see_all_before_them(alone: Outcomes, card: ModelCard):
     """Many rows leave out tokens or blocks; otherwise the laws would be weak."""
     assert card.index is not None
@@ -130,6 +131,7 @@ def test_many_tokens_do_not_see_all_before_them(alone: Outcomes, card: ModelCard
     assert ((rows != np.arange(card.index.top_k)).any(-1) & (rows >= 0).all(-1)).mean() > 0.4
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS.keys())
 def test_the_way_does_not_show(runner: HostRunner, card: ModelCard, alone: Outcomes, changes: dict[str, Any]):
     cycle = cycle_for(runner, card, replace(WAY, **changes))
@@ -252,6 +254,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(engine, (paths[0], paths[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_rows_are_of_the_weights_that_they_name(served: Served, mode: str):
     """Retracted, rows of the prompt are computed anew, and those of sampled tokens stay with their log-probs.

@@ -234,6 +234,7 @@ def test_choices_need_experts_of_the_same_positions(engine: Engine, answers: lis
         )
 
 
+@pytest.mark.slow
 def test_a_server_of_short_contexts_keeps_no_index_keys(engine: Engine, checkpoint: Path):
     """It answers alike: all tokens before one are within the choice. Without capture, it says how to get rows."""
     short = {**INDEXED, "enable_return_indexer_topk": False, "max_model_len": TOP_K, "page_size": 8}

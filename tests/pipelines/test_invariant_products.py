@@ -70,6 +70,7 @@ def expected(invariant: Engine) -> Outcomes:
     return run_alone(invariant.runner, invariant.card, workload())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_does_not_show_in_any_bit(invariant: Engine, expected: Outcomes, way: Way):
     assert invariant.runner.config.kernels.name in ("cpu_invariant", "cpu_native")
@@ -109,6 +110,7 @@ def test_a_replica_with_other_steps_has_the_same_bits(engine_with: EngineStore, 
     assert_identical(run_together(other.runner, other.card, workload(), way=way), expected)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_was_sampled_scores_as_it_was_sampled(invariant: Engine):
     prompt = draw_prompt(np.random.default_rng(2), 37)
     request = request_for(prompt, max_new_tokens=60, temperature=1.0, seed=8)

@@ -58,6 +58,7 @@ def answers_of(engine: Engine) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.slow
 def test_results_are_the_same_before_and_after_a_shape_is_there(monkeypatch, checkpoint):
     compile_shape, gate = compiled.compile_shape, threading.Event()
 

@@ -65,6 +65,7 @@ def reference(logits: np.ndarray, ids: list[int], arguments: dict[str, float]) -
     return logits - np.logaddexp.reduce(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", PROCESSED)
 def test_tokens_are_drawn_from_what_the_processors_leave(processing: Engine, arguments: tuple):
     logits_of = prompt_logits_of(processing.runner, longest=112)

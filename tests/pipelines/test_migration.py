@@ -170,6 +170,7 @@ def test_answers_are_the_same_bits_without_balancing_with_it_and_while_experts_m
     assert runner.num_compilations_since_start == num_compilations, "other runners of this process aside"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_slots_hold_their_experts_after_any_sequence_of_placements(runs, seed):
     moving = runs.moving((2, 2), "fused")
@@ -208,6 +209,7 @@ def test_maps_without_their_weights_are_noticed(runs):
     assert_identical(run_together(runner, runs.card, few_requests(), way=WAY), true_answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [0, 3])
 def test_a_fetch_that_cannot_be_launched_leaves_experts_where_they_are(runs, fails_at, monkeypatch):
     """For want of memory, say: answers are the same bits, and the next migration arrives."""

@@ -76,6 +76,7 @@ def test_outputs_do_not_depend_on_chunks_and_batches(way, narrow, expected, chec
     assert_all_same(run_together(narrow, card_of(checkpoint), mixed_workload(), way=way), expected)
 
 
+@pytest.mark.slow
 @FLOAT32
 def test_they_are_an_unquantised_model_of_the_numbers_that_they_stand_for(
     form, narrow, expected, core_checkpoint, checkpoint, tmp_path

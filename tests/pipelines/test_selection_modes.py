@@ -97,6 +97,7 @@ def test_replicas_by_room_change_no_bit(runner_with, card):
     assert_identical(moved, expected, routing=False)
 
 
+@pytest.mark.slow
 @pytest.mark.float32("experts of two devices are added up in another order than those of one")
 def test_a_balanced_selection_is_top_k_where_there_is_room_and_another_where_there_is_not(runner_with, card, alone):
     runner = runner_with("fused", BALANCED)

@@ -196,6 +196,7 @@ def assert_slots_hold(runner: HostRunner, placement: ExpertPlacement, path: Path
         np.testing.assert_array_equal(held, expected)
 
 
+@pytest.mark.slow
 def test_experts_that_were_fetched_before_a_change_are_fetched_anew(engines, paths):
     """The change comes between a fetch of a layer and its swap, while its slots wait in the staging area."""
     runner, waiting = engines["balanced"].runner, scheduler()
@@ -244,6 +245,7 @@ def test_a_prompt_is_not_recomputed_under_two_weights(engines, reference, paths,
 SUMMED_APART = pytest.mark.float32("its devices add up parts of sums, and the reference has one device")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "num_examples"),
     [

@@ -168,6 +168,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", INDEXES)
 def test_a_token_chooses_the_same_however_its_prompt_is_cut(kernels: str, name: str):
     """By native kernels its output has the same bits, too."""

@@ -21,6 +21,7 @@ def is_sound(found: Outcome) -> bool:
     return found.difference <= MAX_ERROR and not (found.has_races or found.has_rest or found.error)
 
 
+@pytest.mark.slow
 def test_a_single_a_fold_and_drafts_are_the_reference():
     """Rings hold NaN behind the cursor."""
     for name, found in run_cases(MODULE, *FEW).items():

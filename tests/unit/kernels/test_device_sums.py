@@ -106,6 +106,7 @@ def outcome_of_sums(load: Load, interpret: Any = INTERPRETED) -> tuple[float, fl
     return float(difference.max(initial=0)), float(np.abs(expected).max(initial=0))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS.keys())
 def test_sums_of_a_device_are_those_of_the_reference(load):
@@ -168,6 +169,7 @@ def no_wait_for_rows(monkeypatch):
 FAULTS = {"no wait for rows": no_wait_for_rows, "padding with a row in use": padding_with_a_row}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("plant", FAULTS.values(), ids=FAULTS.keys())
 def test_a_planted_fault_is_found(plant, monkeypatch):

@@ -55,6 +55,7 @@ def grouped_pairs(weights: dict[str, jax.Array]) -> dict[str, AdapterPair]:
     return {name: pair_of(*weights[name].shape[1:], seed=seed) for seed, name in enumerate(names)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "model", ["norms of heads", "biases", "keys as values", "softplus gates of heads", "narrow values, scaled"]
 )
@@ -86,6 +87,7 @@ def test_a_token_has_the_same_bits_whatever_adapters_are_beside_it():
     assert (mixed[1:] != base[1:]).any(axis=1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_lora", [20, None])
 def test_latent_attention_with_adapters_is_as_near_to_merged_weights_as_xla(q_lora: int | None):
     model = LatentModel(q_lora=q_lora, heads=3, value=10)
