@@ -1,0 +1,219 @@
+"""Pages that another engine has computed are those that this one computes: ids, log-probs and rows are the same bits.
+
+One family of each kind of state, on native kernels. A push that is refused, changed or cut short costs its pages only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayserve_moe import Engine
+from rayserve_moe.engine.loop import EngineLoop
+from rayserve_moe.engine.prefill import compute_pages
+from rayserve_moe.engine.pushed_pages import LOST, Outcome, PagePushes, PromptRequest, Push, PushRefusedError
+from rayserve_moe.scheduling.host_slots import SlotBytes
+from tests.support.engine.workload import draw_prompt
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.families import family_case, write_family
+
+PROMPT, ANSWER, PAGE = 150, 12, 16
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "cpu_kernels": "native",
+    "enable_return_routed_experts": True,
+    "structured_output": False,
+    "host_cache_mib": 32,
+    "num_pages": 64,
+    "page_size": PAGE,
+    "max_running_requests": 4,
+    "max_step_tokens": 32,
+    "max_model_len": 512,
+    "precompile_bs_paddings": [4],
+}
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("qwen3_5_moe_text-0", "deepseek_v3-0", "gpt_oss-0", "deepseek_v32-0", "nemotron_h-0")
+]
+Spoil = Callable[[Push], Outcome]
+
+
+class Neighbour:
+    """Pushes of another engine in this process; `spoil` changes them on their way."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.loop, self.requests = loop, list[PromptRequest]()
+        self.spoil: Spoil = lambda push: push
+
+    def ask(self, request: PromptRequest, deliver: Callable[[Outcome], object]) -> bool:
+        self.requests.append(request)
+
+        def arrived(done: Future[Push]) -> None:
+            error = done.exception()
+            assert error is None or isinstance(error, PushRefusedError)
+            deliver(self.spoil(done.result()) if error is None else error)
+
+        compute_pages(self.loop, request).add_done_callback(arrived)
+        return True
+
+
+class Pair:
+    """Engines that decode and prefill."""
+
+    def __init__(self, decodes: Engine, prefills: Engine) -> None:
+        self.decodes, self.prefills = decodes, prefills
+        self.neighbour = Neighbour(prefills.loop)
+        pushes = decodes.loop.control.pushes
+        assert pushes is not None
+        self.pushes: PagePushes = pushes
+        self.pushes.receive_from(self.neighbour, min_tokens=32)
+
+    def begin(self) -> None:
+        """Forget all cached pages, and earlier pushes."""
+        for engine in (self.decodes, self.prefills):
+            assert engine.flush_cache()
+        self.neighbour.requests.clear()
+        self.neighbour.spoil = lambda push: push
+        self.pushes.refused.clear()
+
+    def run(self, prompt: list[int], *, computes: bool = False, **keywords: Any) -> dict[str, Any]:
+        """Return the answer of the decoding engine; with `computes` it computes the prompt itself."""
+        self.pushes.receive_from(self.neighbour, min_tokens=1 << 30 if computes else 32)
+        sampling = {"max_new_tokens": ANSWER, "temperature": 1.0, "sampling_seed": 5, "ignore_eos": True}
+        answer = self.decodes.generate(
+            input_ids=prompt, sampling_params=sampling, return_routed_experts=True, return_logprob=True, **keywords
+        )
+        assert isinstance(answer, dict)
+        self.decodes.loop.check_integrity()
+        self.prefills.loop.check_integrity()
+        return answer
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe-0", *SLOW])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Pair]:
+    need_native_kernels()
+    case = family_case(request.param)
+    path: Path = write_family(case, tmp_path_factory.mktemp(case.name) / "model", seed=5, dtype="bfloat16")
+    with Engine(str(path), **SETTINGS) as decodes, Engine(str(path), **SETTINGS) as prefills:
+        yield Pair(decodes, prefills)
+
+
+def prompt_of(seed: int, length: int = PROMPT) -> list[int]:
+    return draw_prompt(np.random.default_rng(seed), length).tolist()
+
+
+def bits(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what has to be the same: ids, log-probs and rows."""
+    meta = answer["meta_info"]
+    return answer["output_ids"], meta["output_token_logprobs"], meta["routed_experts"]
+
+
+def kept_of(pair: Pair) -> int:
+    """Return the tokens after which every kind of state can be found again."""
+    (rank,) = pair.decodes.loop._cycle.scheduler.ranks
+    return max(rank.entry_tokens, PAGE)
+
+
+def has_windows(pair: Pair) -> bool:
+    """Return True if some layers free the pages behind their window."""
+    (rank,) = pair.decodes.loop._cycle.scheduler.ranks
+    return bool(rank.page_maps)
+
+
+def test_every_way_to_a_prompt_gives_the_same_bits(pair: Pair):
+    pair.begin()
+    prompt, kept = prompt_of(1), kept_of(pair)
+    computed = pair.run(prompt, computes=True)
+    on_devices = pair.run(prompt, computes=True)
+    for number in range(2, 9):  # evict them
+        pair.run(prompt_of(number), computes=True)
+    in_host_memory = pair.run(prompt, computes=True)
+    pair.begin()
+    pushed, again = pair.run(prompt), pair.run(prompt)
+    assert bits(on_devices) == bits(in_host_memory) == bits(pushed) == bits(again) == bits(computed)
+    num_cached = (PROMPT - 1) // kept * kept
+    assert not pair.pushes.refused and sources(pushed)[0] == [0, num_cached, "transferred"]
+    if has_windows(pair):
+        return  # the answers have moved the windows past the end of the prompt
+    for answer in (on_devices, in_host_memory, again):
+        assert answer["meta_info"]["cached_tokens"] == num_cached
+    assert sources(on_devices)[0] == [0, num_cached, "cached"]
+    assert len(pair.neighbour.requests) == 1
+
+
+def sources(answer: dict[str, Any]) -> list[list[Any]]:
+    return answer["meta_info"]["routed_experts_info"]["source"]
+
+
+def test_pages_that_the_decoding_engine_has_keep_their_rows(pair: Pair):
+    pair.begin()
+    prompt, kept = prompt_of(1), kept_of(pair)
+    expected = pair.run(prompt, computes=True)
+    pair.begin()
+    pair.run(prompt[: kept + 1], computes=True)
+    answer = pair.run(prompt)
+    assert bits(answer) == bits(expected)
+    (asked,) = pair.neighbour.requests
+    if has_windows(pair):
+        return
+    assert asked.first_page == kept // PAGE
+    end = (PROMPT - 1) // kept * kept
+    assert sources(answer)[:2] == [[0, kept, "cached"], [kept, end, "transferred"]]
+
+
+def _with_shares(push: Push, change: Callable[[SlotBytes], SlotBytes]) -> Push:
+    return replace(push, shares={place: change(share) for place, share in push.shares.items()})
+
+
+def _flip_in_page(number: int) -> Spoil:
+    def flip(share: SlotBytes) -> SlotBytes:
+        first = share.arrays[0].copy()
+        first.view(np.uint8)[number].flat[7] ^= 1
+        return share._replace(arrays=(first, *share.arrays[1:]))
+
+    return lambda push: _with_shares(push, flip)
+
+
+SPOILS: dict[str, tuple[Spoil, str, int]] = {
+    "a changed bit in the first page": (_flip_in_page(0), "checksum", 0),
+    "a changed bit in the fourth page": (_flip_in_page(3), "checksum", 3),
+    "another version": (lambda push: replace(push, weight_version="other"), "weight_version", 0),
+    "another namespace": (lambda push: replace(push, namespace=("other",)), "namespace", 0),
+    "another range": (lambda push: replace(push, first_page=1), "range", 0),
+    "no bytes": (lambda push: replace(push, shares={}), "layout", 0),
+    "half of the bytes": (
+        lambda push: _with_shares(
+            push, lambda share: share._replace(arrays=tuple(a[: len(a) // 2] for a in share.arrays))
+        ),
+        "layout",
+        0,
+    ),
+    "another dtype": (
+        lambda push: _with_shares(
+            push, lambda share: share._replace(arrays=tuple(a.astype(np.float32) for a in share.arrays))
+        ),
+        "layout",
+        0,
+    ),
+    "a lost sender": (lambda push: PushRefusedError(LOST), "lost", 0),
+}
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_a_spoilt_push_costs_its_pages(pair: Pair, name: str):
+    spoil, reason, num_pages = SPOILS[name]
+    pair.begin()
+    prompt, kept = prompt_of(3), kept_of(pair)
+    expected = pair.run(prompt, computes=True)
+    pair.begin()
+    pair.neighbour.spoil = spoil
+    answer = pair.run(prompt)
+    assert bits(answer) == bits(expected)
+    assert dict(pair.pushes.refused) == {reason: 1}
+    assert answer["meta_info"]["cached_tokens"] == num_pages * PAGE // kept * kept
