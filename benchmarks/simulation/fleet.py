@@ -161,6 +161,10 @@ class Simulation:
             act(now)
         return self._seen
 
+    def counts(self, asked: Asked) -> bool:
+        """Return True if the gaps of a request count."""
+        return True
+
     def _report(self, name: str, when: float) -> None:
         """Have a replica report its load then, and on from there, at its own moments."""
 
@@ -225,7 +229,8 @@ class Simulation:
             if not asked.first_at:
                 asked.first_at = asked.told_at = now
             elif now - asked.told_at >= interval or sequence in ended:
-                self._seen.gaps.append(now - asked.told_at)
+                if self.counts(asked):
+                    self._seen.gaps.append(now - asked.told_at)
                 asked.told_at = now
             asked.last_at = now
         self._routing.follow(name)

@@ -29,8 +29,8 @@ class RemoteState:
     def view(self) -> FleetView:
         return self._ask("view")
 
-    def join(self, member: str, number: int) -> bool:
-        return self._ask("join", member, number)
+    def join(self, member: str, number: int, num_prefill: int = 0) -> bool:
+        return self._ask("join", member, number, num_prefill)
 
     def restore(self, wanted: Wanted) -> Wanted:
         return self._ask("restore", wanted)
