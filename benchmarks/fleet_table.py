@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.kill_clients import HANG, RESET
@@ -179,6 +180,26 @@ def prefill_apart(measured: Mapping[str, Any]) -> str:
         "simulated time"
     )
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
+
+
+def prefill_served(measured: Mapping[str, Any]) -> str:
+    """Render gaps of streams with long prompts divided by those without, of mixed replicas and of roles."""
+    heading = ("replicas", "gap p50 / quiet", "p99 / quiet", "quiet p50, ms", "quiet p99, ms", "long prompt, s")
+    rows = []
+    for name, runs in measured["runs"].items():
+        quiet, beside = ([row for row in runs if bool(row["num_long"]) is has] for has in (False, True))
+        pairs = list(zip(quiet, beside, strict=True))
+        parts = ("gap_p50_s", "gap_p99_s")
+        ratios = [[b[part] / a[part] for a, b in pairs] for part in parts]
+        rows.append(
+            (
+                name,
+                *(f"{median(part):.2f} ({min(part):.2f}-{max(part):.2f})" for part in ratios),
+                *(f"{median(row[part] for row in quiet) * 1e3:.1f}" for part in parts),
+                f"{median(row['long_s'] for row in beside):.2f}",
+            )
+        )
+    return f"**two replicas, {measured['size']} model**\n\n{markdown_table(heading, rows)}"
 
 
 def session_hints(measured: Mapping[str, Any]) -> str:
