@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from benchmarks.kill_clients import HANG, RESET
@@ -194,9 +193,9 @@ def prefill_served(measured: Mapping[str, Any]) -> str:
         rows.append(
             (
                 name,
-                *(f"{median(part):.2f} ({min(part):.2f}-{max(part):.2f})" for part in ratios),
-                *(f"{median(row[part] for row in quiet) * 1e3:.1f}" for part in parts),
-                f"{median(row['long_s'] for row in beside):.2f}",
+                *(f"{statistics.median(part):.2f} ({min(part):.2f}-{max(part):.2f})" for part in ratios),
+                *(f"{statistics.median(row[part] for row in quiet) * 1e3:.1f}" for part in parts),
+                f"{statistics.median(row['long_s'] for row in beside):.2f}",
             )
         )
     return f"**two replicas, {measured['size']} model**\n\n{markdown_table(heading, rows)}"

@@ -55,12 +55,9 @@ async def stream(client: httpx.AsyncClient, prompt: Sequence[int], seed: int) ->
     """Return the seconds between the events of a stream."""
     sampling = {"max_new_tokens": STREAM_TOKENS, "temperature": 1, "ignore_eos": True, "sampling_seed": seed}
     body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
-    times: list[float] = []
     async with client.stream("POST", "/generate", json=body) as answer:
         answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                times.append(time.perf_counter())
+        times = [time.perf_counter() async for line in answer.aiter_lines() if line.startswith("data: {")]
     return np.diff(times).tolist()
 
 

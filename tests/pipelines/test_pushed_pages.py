@@ -5,8 +5,9 @@ One family of each kind of state, on native kernels. A push that is refused, cha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from rayserve_moe import Engine
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.prefill import compute_pages
 from rayserve_moe.engine.pushed_pages import LOST, Outcome, PagePushes, PromptRequest, Push, PushRefusedError
-from rayserve_moe.scheduling.host_slots import SlotBytes
+from rayserve_moe.scheduling.host_pages import HostPages
+from rayserve_moe.scheduling.host_slots import HostedPage, SlotBytes
 from tests.support.engine.workload import draw_prompt
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.families import family_case, write_family
@@ -217,3 +219,103 @@ def test_a_spoilt_push_costs_its_pages(pair: Pair, name: str):
     assert bits(answer) == bits(expected)
     assert dict(pair.pushes.refused) == {reason: 1}
     assert answer["meta_info"]["cached_tokens"] == num_pages * PAGE // kept * kept
+
+
+def fill(engine: Engine, *, but: int) -> list[HostedPage]:
+    """Lend all slots of host memory but some; return their records."""
+    slots = host_of(engine).slots
+    lent = []
+    while (hosted := slots.lend(tuple(False for _ in host_of(engine)._rank.states), rows=None)) is not None:
+        lent.append(hosted)
+    for _ in range(but):
+        slots.take_back(lent.pop())
+    return lent
+
+
+def host_of(engine: Engine) -> HostPages:
+    host = engine.loop._cycle.scheduler.ranks[0].host
+    assert isinstance(host, HostPages)
+    return host
+
+
+@pytest.mark.parametrize(("side", "but", "num_pages"), [("decodes", 0, 0), ("decodes", 4, 4), ("prefills", 4, 4)])
+def test_a_full_host_memory_on_either_side_costs_pages(pair: Pair, side: str, but: int, num_pages: int):
+    pair.begin()
+    prompt, kept = prompt_of(4), kept_of(pair)
+    expected = pair.run(prompt, computes=True)
+    pair.begin()
+    engine: Engine = getattr(pair, side)
+    lent = fill(engine, but=but)
+    answer = pair.run(prompt)
+    for hosted in lent:
+        host_of(engine).slots.take_back(hosted)
+    assert bits(answer) == bits(expected)
+    assert pair.pushes.refused["full"] == (side == "decodes")
+    assert answer["meta_info"]["cached_tokens"] <= num_pages * PAGE // kept * kept
+    host_of(engine).check_integrity()
+
+
+def test_a_change_of_weights_meanwhile_costs_the_pages(pair: Pair):
+    pair.begin()
+    prompt, control = prompt_of(5), pair.decodes.loop.control
+    expected, version = pair.run(prompt, computes=True), pair.decodes.card.weight_version
+    pair.begin()
+
+    def rename(push: Push) -> Push:
+        control.rename_weights("other").result()
+        return push
+
+    pair.neighbour.spoil = rename
+    answer = pair.run(prompt)
+    control.rename_weights(version).result()
+    assert bits(answer) == bits(expected) and dict(pair.pushes.refused) == {"weight_version": 1}
+    assert answer["meta_info"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("mode", ["abort_request", "pause"])
+def test_a_request_whose_pages_are_on_their_way_can_be_ended(pair: Pair, mode: str):
+    pair.begin()
+    prompt, is_asked, may_arrive = prompt_of(6), threading.Event(), threading.Event()
+
+    def wait(push: Push) -> Push:
+        is_asked.set()
+        assert may_arrive.wait(60)
+        return push
+
+    pair.neighbour.spoil = wait
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(pair.run, prompt, rid="held")
+        assert is_asked.wait(60)
+        if mode == "pause":
+            pair.decodes.pause_generation("abort")
+            pair.decodes.continue_generation()
+        else:
+            pair.decodes.abort_request("held")
+        ended = running.result(60)
+        may_arrive.set()
+    assert ended["meta_info"]["finish_reason"]["type"] == "abort" and ended["output_ids"] == []
+    assert pair.run(prompt_of(7))["meta_info"]["finish_reason"]["type"] != "abort"
+    assert not pair.pushes.held
+
+
+def test_all_choices_of_a_request_start_behind_its_pages(pair: Pair):
+    pair.begin()
+    prompt = prompt_of(8)
+    sampling = {"max_new_tokens": ANSWER, "temperature": 1.0, "sampling_seed": 5, "ignore_eos": True, "n": 2}
+    keywords = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": True, "return_logprob": True}
+    pair.pushes.receive_from(pair.neighbour, min_tokens=1 << 30)
+    expected = pair.decodes.generate(**keywords)
+    pair.begin()
+    pair.pushes.receive_from(pair.neighbour, min_tokens=32)
+    found = pair.decodes.generate(**keywords)
+    assert len(pair.neighbour.requests) == 1
+    assert [bits(answer) for answer in found] == [bits(answer) for answer in expected]
+    end = (PROMPT - 1) // kept_of(pair) * kept_of(pair)
+    assert all(sources(answer)[0] == [0, end, "transferred"] for answer in found)
+
+
+def test_a_prompt_whose_scores_are_requested_is_computed_where_it_is(pair: Pair):
+    pair.begin()
+    pair.run(prompt_of(9), logprob_start_len=0)
+    pair.run(prompt_of(10, 32))
+    assert not pair.neighbour.requests
