@@ -16,6 +16,8 @@ from rayserve_moe.engine.executor import ExecutorFailure
 from rayserve_moe.execution.page_store import PageStore
 from rayserve_moe.scheduling.host_slots import PageSlots
 
+COPY_PAGES = "copy_pages"
+"""Name of the call of a worker."""
 TRANSFER_S = 60.0
 """Maximum time of a read or a write."""
 
@@ -28,12 +30,12 @@ class GroupPages:
 
     def read(self, pages: PageSlots) -> Mapping[int, Any]:
         shares: dict[int, Any] = {}
-        for of_host in self._ask(lambda worker: worker.read_pages.remote(pages)):
+        for of_host in self._ask(lambda worker: worker.answer.remote(COPY_PAGES, pages)):
             shares |= of_host
         return shares
 
     def write(self, pages: PageSlots, shares: Mapping[int, Any]) -> Sequence[str]:
-        faults = self._ask(lambda worker: worker.write_pages.remote(pages, shares))
+        faults = self._ask(lambda worker: worker.answer.remote(COPY_PAGES, pages, shares))
         return [next(filter(None, of_page), "") for of_page in zip(*faults, strict=True)]
 
     def _ask(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> list[Any]:
@@ -45,13 +47,16 @@ class GroupPages:
             raise ExecutorFailure(f"a host was lost while pages were copied: {error}") from error
 
 
-def put_shares(store: PageStore, pages: PageSlots) -> dict[int, ray.ObjectRef]:
-    """Read pages of a host; return references to its shares."""
-    return {place: ray.put(share) for place, share in store.read(pages).items()}
+def copy_shares(
+    store: PageStore | None, pages: PageSlots, *, shares: Mapping[int, ray.ObjectRef] | None
+) -> dict[int, ray.ObjectRef] | list[str]:
+    """Read pages of a host, and return references to its shares.
 
-
-def write_shares(store: PageStore, pages: PageSlots, shares: Mapping[int, ray.ObjectRef]) -> list[str]:
-    """Fetch the shares of a host and write them; return the fault of each page."""
+    With the `shares` of others, fetch and write those of this host instead, and return the fault of each page.
+    """
+    assert store is not None, "a server with host_cache_mib keeps pages"
+    if shares is None:
+        return {place: ray.put(share) for place, share in store.read(pages).items()}
     own = {place: shares[place] for place in store.places(pages.data_rank).values() if place in shares}
     values: Any = ray.get(list(own.values()), timeout=TRANSFER_S)
     return store.write(pages, dict(zip(own, values, strict=True)))

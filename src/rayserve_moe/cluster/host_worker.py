@@ -17,7 +17,7 @@ from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.open_shares import SharePlace, open_share
 from rayserve_moe.cluster.channel import Address
 from rayserve_moe.cluster.fencing import HostProcess, this_process
-from rayserve_moe.cluster.group_pages import put_shares, write_shares
+from rayserve_moe.cluster.group_pages import COPY_PAGES, copy_shares
 from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, JOINING, LOADING, SERVING, WARMING, Heartbeat
 from rayserve_moe.cluster.raylet_watch import end_with_raylet
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
@@ -40,7 +40,6 @@ from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.parallel.joining import join_hosts
 from rayserve_moe.parallel.mesh import local_devices, plan_for, use_cpu_devices
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.scheduling.host_slots import PageSlots
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -119,8 +118,11 @@ class HostWorker:
         owned = None if expert_of_slot is None else np.array(expert_of_slot)
         self._reading.begin(model_path, owned)
 
-    def take_tensors(self, call: str, *arguments: Any) -> Any:
-        """Run a call of `WorkerTensors`, which stages sent weights in the background."""
+    def answer(self, call: str, *arguments: Any) -> Any:
+        """Run a call beside the steps: COPY_PAGES, or one of `WorkerTensors`, which stages weights in the background."""
+        if call == COPY_PAGES:
+            pages, *shares = arguments
+            return copy_shares(self._runner.pages, pages, shares=next(iter(shares), None))
         return self._tensors.answer(call, *arguments)
 
     def staging_outcome(self) -> str | None:
@@ -131,16 +133,6 @@ class HostWorker:
         """Drop staged weights and cancel a running read."""
         self._reading.give_up()
         self._tensors.drop()
-
-    def read_pages(self, pages: PageSlots) -> dict[int, ray.ObjectRef]:
-        """Return references to pages in host memory, by place of this host's devices in the data rank."""
-        assert self._runner.pages is not None, "a server with host_cache_mib keeps pages"
-        return put_shares(self._runner.pages, pages)
-
-    def write_pages(self, pages: PageSlots, shares: dict[int, ray.ObjectRef]) -> list[str]:
-        """Write this host's shares of pages into slots of host memory; return the fault of each page."""
-        assert self._runner.pages is not None, "a server with host_cache_mib keeps pages"
-        return write_shares(self._runner.pages, pages, shares)
 
     def num_compilations_since_start(self) -> int:
         return self._runner.num_compilations_since_start

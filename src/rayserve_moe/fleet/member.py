@@ -44,7 +44,7 @@ class FleetState(Protocol):
     """The actor `wanted_state.WantedState`, called from threads. Raises StateUnavailableError if it does not answer."""
 
     def view(self) -> FleetView: ...
-    def join(self, member: str, number: int, num_prefill: int = 0) -> bool: ...
+    def join(self, member: str, number: int, *, num_prefill: int = 0) -> bool: ...
     def restore(self, wanted: Wanted) -> Wanted: ...
     def forget(self, members: list[str]) -> None: ...
     def abandon(self, number: int) -> Wanted: ...
@@ -121,7 +121,7 @@ class FleetMember:
         """Follow the wanted state until this replica has reached it, then join, and wait until the others know it."""
         while True:
             self.follow(control, _reached(self._view_of_living).wanted)  # a lost replica leaves its role to this one
-            if self.state.join(self.name, self.applied.number, self.num_prefill):
+            if self.state.join(self.name, self.applied.number, num_prefill=self.num_prefill):
                 break
             time.sleep(poll_s)
         self.view = self._view_of_living()
@@ -158,7 +158,7 @@ class FleetMember:
         if view.wanted.number < self.applied.number:
             self.state.restore(self.applied)
         if self.name not in view.members and view.wanted.number <= self.applied.number:
-            self.state.join(self.name, self.applied.number, _ANY if self.is_prefill else 0)
+            self.state.join(self.name, self.applied.number, num_prefill=_ANY if self.is_prefill else 0)
         self.follow(control, view.wanted)
         if staged_id not in ("", view.order_id, view.wanted.weights.order_id):
             self.discard(control, staged_id)

@@ -106,7 +106,7 @@ class WantedState:
         self._wanted = replace(self._wanted, number=self._wanted.number + 1, pause=mode)
         return self._wanted
 
-    def join(self, member: str, number: int, num_prefill: int = 0) -> bool:
+    def join(self, member: str, number: int, *, num_prefill: int = 0) -> bool:
         """Add a replica that has reached the state after `number` changes. Return False if it may not join yet.
 
         A new member computes prompts for the others if fewer than `num_prefill` do.

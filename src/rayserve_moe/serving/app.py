@@ -88,7 +88,7 @@ class MoeServer:
         membership.offered_weights = self._engine.offered_weights
         control = self._engine.loop.control
         membership.member.join(control)
-        take_role(control, membership.member, settings)
+        take_role(control, membership.member, settings=settings)
         if control.adapters is not None:
             offers.take_adapters(control.adapters)
         self._server, self._weight_roots = settings.server, settings.updates.weight_roots
@@ -230,7 +230,7 @@ def membership_of(settings: Settings, *, give_up: Callable[[], object]) -> Membe
     return Membership(member, fleet_calls(), state, settings.updates.staging_timeout_s)
 
 
-def take_role(control: EngineControl, member: FleetMember, settings: Settings) -> None:
+def take_role(control: EngineControl, member: FleetMember, *, settings: Settings) -> None:
     """Have other replicas compute the long prompts of one that answers requests, if some do."""
     if not settings.replicas.num_prefill:
         return

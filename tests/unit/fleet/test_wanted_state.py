@@ -115,17 +115,17 @@ def test_replicas_that_stop_are_not_waited_for_and_those_that_start_only_once_th
 
 def test_the_first_to_join_compute_prompts_and_a_lost_one_leaves_its_role(state: WantedState) -> None:
     for member in ("x", "y", "x"):
-        assert state.join(member, 0, 1)
+        assert state.join(member, 0, num_prefill=1)
     assert state.view().prefill == {"x"}
     state.forget(["x"])
     assert state.view().prefill == frozenset()
-    assert state.join("y", 0, 1) and not state.view().prefill, "a member keeps its role"
-    assert state.join("z", 0, 1) and state.view().prefill == {"z"}
+    assert state.join("y", 0, num_prefill=1) and not state.view().prefill, "a member keeps its role"
+    assert state.join("z", 0, num_prefill=1) and state.view().prefill == {"z"}
 
 
 def test_a_restarted_actor_learns_the_roles_from_their_holders(clock: Clock) -> None:
     state = WantedState(clock)
     clock.now += RESTORE_S
-    assert state.join("decodes", 0, 0) and state.join("prefills", 0, 1 << 30)
-    assert state.join("late", 0, 1)
+    assert state.join("decodes", 0) and state.join("prefills", 0, num_prefill=1 << 30)
+    assert state.join("late", 0, num_prefill=1)
     assert state.view().prefill == {"prefills"}
