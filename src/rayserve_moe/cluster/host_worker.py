@@ -119,7 +119,7 @@ class HostWorker:
         self._reading.begin(model_path, owned)
 
     def answer(self, call: str, *arguments: Any) -> Any:
-        """Run a call beside the steps: COPY_PAGES, or one of `WorkerTensors`, which stages weights in the background."""
+        """Run a call beside the steps: COPY_PAGES, or a call of `WorkerTensors`."""
         if call == COPY_PAGES:
             pages, *shares = arguments
             return copy_shares(self._runner.pages, pages, shares=next(iter(shares), None))
