@@ -201,6 +201,21 @@ def prefill_served(measured: Mapping[str, Any]) -> str:
     return f"**two replicas, {measured['size']} model**\n\n{markdown_table(heading, rows)}"
 
 
+def served_pages(measured: Mapping[str, Any]) -> str:
+    """Render second turns whose pages were evicted, the traffic, and others' steps beside it."""
+    heading = ("sessions", "computed tokens", "ideal", "ratio", "bytes per token", "gap of others beside restores")
+    ratios = measured["gap_ratios"]
+    row = (
+        str(measured["sessions"]),
+        f"{measured['computed']:,}",
+        f"{measured['ideal']:,}",
+        f"{measured['computed'] / measured['ideal']:.3f}",
+        f"{measured['bytes_per_token']:,.0f}",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+    )
+    return markdown_table(heading, [row])
+
+
 def session_hints(measured: Mapping[str, Any]) -> str:
     """Render hints about sessions by number of sessions."""
     heading = ("sessions", "live / pool", "hints", "session, s", "good/s", "TTFT p50, s", "p99", "cached")

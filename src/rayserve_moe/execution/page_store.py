@@ -61,6 +61,8 @@ class PageStore:
         self._shapes, self._num_places = moved_shapes(state, config), num_places(config)
         self._num_ranks = config.model.plan.data_size
         self.sizes = store_sizes(served, self._shapes)
+        self.page_bytes = _row_bytes(self._shapes, is_entry=False)
+        """Bytes of a page on a device, without entries."""
         self._slots = [self._allocate(shape) for shape in self._shapes]
         self._ranks = _ranks_of(self._shapes[0])
         """Data rank of each device of this host."""

@@ -226,13 +226,14 @@ def membership_of(settings: Settings, *, give_up: Callable[[], object]) -> Membe
     context = serve.get_replica_context()
     state = RemoteState(partial(serve.get_deployment_actor, STATE_NAME))
     listed = partial(listed_replicas, context.app_name, context.deployment)
-    member = FleetMember(context.replica_tag, state, listed, give_up, num_prefill=settings.replicas.num_prefill)
+    num_prefill = settings.replicas.num_prefill if routes_by_prefix(settings) else 0
+    member = FleetMember(context.replica_tag, state, listed, give_up, num_prefill=num_prefill)
     return Membership(member, fleet_calls(), state, settings.updates.staging_timeout_s)
 
 
 def take_role(control: EngineControl, member: FleetMember, *, settings: Settings) -> None:
     """Have other replicas compute the long prompts of one that answers requests, if some do."""
-    if not settings.replicas.num_prefill:
+    if not member.num_prefill:
         return
     log.info("this replica %s", "computes prompts for others" if member.is_prefill else "answers requests")
     if not member.is_prefill and control.pushes is not None:
