@@ -198,7 +198,11 @@ def prefill_served(measured: Mapping[str, Any]) -> str:
                 f"{statistics.median(row['long_s'] for row in beside):.2f}",
             )
         )
-    return f"**two replicas, {measured['size']} model**\n\n{markdown_table(heading, rows)}"
+    gaps = f"**two replicas, {measured['size']} model**\n\n{markdown_table(heading, rows)}"
+    if not measured["kills"]:
+        return gaps
+    killed = [(role, *map(str, seen.values())) for role, seen in measured["kills"].items()]
+    return f"{gaps}\n\n{markdown_table(('killed', 'times', 'requests', 'lost', 'other ids', 'other rows'), killed)}"
 
 
 def served_pages(measured: Mapping[str, Any]) -> str:
