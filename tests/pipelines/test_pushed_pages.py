@@ -24,6 +24,7 @@ from rayserve_moe.scheduling.host_slots import HostedPage, SlotBytes
 from tests.support.engine.workload import draw_prompt
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.families import family_case, write_family
+from tests.support.speculation.draft_checkpoints import with_prediction_layer
 
 PROMPT, ANSWER, PAGE = 150, 12, 16
 SETTINGS: dict[str, Any] = {
@@ -319,3 +320,51 @@ def test_a_prompt_whose_scores_are_requested_is_computed_where_it_is(pair: Pair)
     pair.run(prompt_of(9), logprob_start_len=0)
     pair.run(prompt_of(10, 32))
     assert not pair.neighbour.requests
+
+
+def pages_of(engine: Engine, prompt: list[int]) -> list[np.ndarray]:
+    """Return the pages of a cached prompt, as the devices have them, of every pool without entries."""
+    host_of(engine).slots.clear()
+    asked = PromptRequest(np.array(prompt, np.int32), ("",), 0, engine.card.weight_version)
+    (share,) = compute_pages(engine.loop, asked).result(60).shares.values()
+    assert engine.runner.pages is not None
+    shapes = engine.runner.pages._shapes
+    return [array for shape, array in zip(shapes, share.arrays, strict=True) if not shape.is_entry]
+
+
+def check_pages_arrive(pair: Pair, *, num_arrays: int) -> None:
+    """Check that the devices that decode have the bytes that those that prefill have."""
+    pair.begin()
+    prompt = prompt_of(11)
+    pair.run(prompt)
+    assert not pair.pushes.refused
+    sent, arrived = pages_of(pair.prefills, prompt), pages_of(pair.decodes, prompt)
+    assert len(sent) >= num_arrays and all(array.any() for array in sent)
+    for theirs, ours in zip(sent, arrived, strict=True):
+        num_pages = (PROMPT - 1) // kept_of(pair) * kept_of(pair) // PAGE
+        np.testing.assert_array_equal(theirs[:num_pages].view(np.uint8), ours[:num_pages].view(np.uint8))
+
+
+def test_the_devices_have_the_bytes_that_were_sent(pair: Pair):
+    if not has_windows(pair):  # pages behind a window hold nothing
+        check_pages_arrive(pair, num_arrays=1)
+
+
+@pytest.mark.slow
+def test_keys_of_a_draft_model_come_along(core_checkpoint: Path, tmp_path: Path):
+    need_native_kernels()
+    with_prediction_layer(tmp_path / "head", core_checkpoint)
+    settings = {
+        **SETTINGS,
+        "speculative_algorithm": "NEXTN",
+        "speculative_draft_model_path": str(tmp_path / "head"),
+        "speculative_num_steps": 2,
+    }
+    with Engine(str(core_checkpoint), **settings) as decodes, Engine(str(core_checkpoint), **settings) as prefills:
+        pair = Pair(decodes, prefills)
+        assert prefills.runner.state.draft is not None
+        check_pages_arrive(pair, num_arrays=2)
+        pair.begin()
+        computed = pair.run(prompt_of(11), computes=True)
+        pair.begin()
+        assert bits(pair.run(prompt_of(11))) == bits(computed)
