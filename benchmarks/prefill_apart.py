@@ -1,9 +1,11 @@
 """Gaps between tokens of chats beside long prompts: two replicas that do both, or one for prompts and one for tokens.
 
-    python -m benchmarks.prefill_apart [--rates 8,24] [--every 8,2] [--seconds 60] [--seed 0] [--model qwen3-30b-a3b]
-        [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
+    python -m benchmarks.prefill_apart [--loads chats,streams] [--rates 8] [--every 2] [--seconds 20] [--seed 0]
+        [--model qwen3-30b-a3b] [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
 Simulated time. Chats come at a rate, and a prompt of 24,576 tokens every few seconds. `quiet` has no long prompts.
+`streams` are chats with short prompts and longer answers.
+Gaps are between two tokens of a chat, before a server groups them.
 `smaller steps` takes a quarter of the prompt tokens per step. `long apart` computes prompts of more than a step on the
 first replica, `all apart` those of more than a page; the second replica answers all requests. Pages reach it by host
 memory on both sides and a link between the replicas.
@@ -15,7 +17,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from heapq import merge
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from benchmarks.host_pages import HOST_BYTES
 from benchmarks.simulation.fleet import Asked, Seen, Simulation
 from benchmarks.simulation.replica import HostMemory, SimulatedReplica
 from benchmarks.simulation.slices import SliceReplica
-from benchmarks.simulation.workloads import SHAPES, Conversation, Turn, drawn
+from benchmarks.simulation.workloads import SHAPES, Conversation, Shape, Turn, drawn
 from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.host_pages import HostedPages
 from rayserve_moe.scheduling.data_rank import num_found
@@ -43,12 +45,13 @@ APART = {"long apart": LIMITS.chunk_tokens, "all apart": LIMITS.page_size}
 """Maximum number of tokens of a prompt that the second replica computes."""
 WAYS = ("quiet", "mixed", "smaller steps", *APART)
 NAMESPACE = ("",)
+LOADS = {"chats": SHAPES["chat"], "streams": Shape((48, 0.5), (300, 0.6))}
 TTFT_S, TPOT_S = 2.0, 0.05
 """Bounds of a good chat."""
 
 
 class Beside(Simulation):
-    """Counts the gaps of chats alone.
+    """Counts the gaps between tokens of chats alone.
 
     The first replica computes prompts of more than `longest` tokens for the second, which answers all requests. Without
     `longest` both replicas answer.
@@ -64,8 +67,8 @@ class Beside(Simulation):
             self._routing._names = ["1"]
 
     def counts(self, asked: Asked) -> bool:
-        """Return True for chats."""
-        return asked.conversation.sends_hints
+        """Return False: gaps are counted between tokens, not between events."""
+        return False
 
     def _enter(self, name: str, asked: Asked, now: float) -> None:
         if self._longest is None:
@@ -94,8 +97,12 @@ class Beside(Simulation):
         ended = list(ended)
         for sequence in [each for each in ended if each in self._pulls]:
             self._send(sequence, now)
+        got = [each for each in got if each in self._asked]
+        for asked in map(self._asked.__getitem__, got):
+            if asked.first_at and asked.conversation.sends_hints:
+                self._seen.gaps.append(now - asked.last_at)
         of_clients = [each for each in ended if not each.request.request_id.startswith("prefill")]
-        super()._take(name, [each for each in got if each in self._asked], of_clients, now=now)
+        super()._take(name, got, of_clients, now=now)
 
     def _send(self, sequence: Sequence, now: float) -> None:
         """Copy the pages of a prompt to host memory there, over the link, and into slots here."""
@@ -122,9 +129,9 @@ class Beside(Simulation):
         self._at(self._link_free_at, arrive)
 
 
-def load(*, rate: float, every_s: float, seconds: float, seed: int) -> Iterator[Conversation]:
+def load(shape: Shape, *, rate: float, every_s: float, seconds: float, seed: int) -> Iterator[Conversation]:
     """Yield chats, and long prompts from the tenth second on; `every_s` 0 for none."""
-    chats = drawn(SHAPES["chat"], rate=rate, num_requests=int(rate * seconds), seed=seed)
+    chats = drawn(shape, rate=rate, num_requests=int(rate * seconds), seed=seed)
     times = np.arange(10.0, seconds, every_s) if every_s else ()
     numbers = count(1 << 40)
     prompts = (
@@ -140,28 +147,26 @@ def run(arguments: argparse.Namespace, found: SliceReplica) -> dict[str, Any]:
     page_link_s = found.page_bytes * found.num_devices / found.num_data_ranks / LINK_RATE
     small = replace(limits, step_tokens=limits.step_tokens // 4, chunk_tokens=limits.chunk_tokens // 4)
     rows = []
-    for rate in arguments.rates:
-        for every_s in arguments.every:
-            for way in WAYS:
-                of_way = small if way == "smaller steps" else limits
-                replicas = [
-                    SimulatedReplica(of_way, found.steps, host=host if way in APART else None) for _ in range(2)
-                ]
-                apart = Beside(
-                    replicas,
-                    request_s=found.steps.request_s,
-                    seed=arguments.seed,
-                    page_link_s=page_link_s,
-                    longest=APART.get(way),
-                )
-                asked = load(
-                    rate=rate,
-                    every_s=0.0 if way == "quiet" else every_s,
-                    seconds=arguments.seconds,
-                    seed=arguments.seed,
-                )
-                rows.append({"rate": rate, "every_s": every_s, "way": way, **figures(apart.run(asked))})
-                note(f"{rate}/s, every {every_s} s, {way}: p99 gap {rows[-1]['gap_p99_s'] * 1e3:.1f} ms")
+    for name, rate, every_s in product(arguments.loads, arguments.rates, arguments.every):
+        for way in WAYS:
+            of_way = small if way == "smaller steps" else limits
+            replicas = [SimulatedReplica(of_way, found.steps, host=host if way in APART else None) for _ in range(2)]
+            apart = Beside(
+                replicas,
+                request_s=found.steps.request_s,
+                seed=arguments.seed,
+                page_link_s=page_link_s,
+                longest=APART.get(way),
+            )
+            asked = load(
+                LOADS[name],
+                rate=rate,
+                every_s=0.0 if way == "quiet" else every_s,
+                seconds=arguments.seconds,
+                seed=arguments.seed,
+            )
+            rows.append({"load": name, "rate": rate, "every_s": every_s, "way": way, **figures(apart.run(asked))})
+            note(f"{rate} {name}/s, every {every_s} s, {way}: p99 gap {rows[-1]['gap_p99_s'] * 1e3:.1f} ms")
     return {"rows": rows, "link_gb_s": LINK_RATE / 1e9, "long": LONG}
 
 
@@ -178,10 +183,11 @@ def figures(seen: Seen) -> dict[str, float]:
 def main() -> None:
     """Measure prompts apart from tokens."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--loads", type=lambda text: text.split(","), default=list(LOADS))
     numbers = {"type": lambda text: [float(part) for part in text.split(",")]}
-    parser.add_argument("--rates", default=[8.0, 24.0, 48.0], help="chats per second", **numbers)
-    parser.add_argument("--every", default=[8.0, 2.0], help="seconds between long prompts", **numbers)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rates", default=[8.0], help="chats per second", **numbers)
+    parser.add_argument("--every", default=[2.0], help="seconds between long prompts", **numbers)
+    parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--data-ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     measure_on_slice(parser, run, name="prefill_apart", machine="prefill_apart_machine", table=prefill_apart)
