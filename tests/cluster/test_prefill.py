@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
+import ray
 
 from benchmarks.prefill_served import HOST, LIMIT_S, kill_each, roles, transfers, wait_until_whole
 from benchmarks.serve_process import ServeProcess
 from rayserve_moe.checkpoints.synthetic import PRESETS
+from rayserve_moe.cluster.replica_engine import start_replica_engine
+from rayserve_moe.config.load import settings_from
+from rayserve_moe.inprocess.running import run_to_end
+from rayserve_moe.requests.records import GenerationRequest
 from tests.cluster.conftest import SETTINGS
+from tests.support.engine.neighbour import Neighbour
+from tests.support.engine.workload import request_for
 
 LONG = list(range(3, 203))
 BODY = {
@@ -57,3 +66,35 @@ def test_a_killed_replica_of_either_role_costs_no_request(server: ServeProcess):
         assert seen["kills"] == 1 and not (seen["lost"] or seen["ids"] or seen["rows"]), counts
     wait_until_whole(server)
     assert roles(server) != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_pages_pass_from_the_hosts_of_a_group_to_those_of_another(raylets: int, checkpoint: Path, num_hosts: int):
+    """Also while the hosts that compute the prompt are killed: they are replaced, or the prompt is computed here."""
+    values = {**SETTINGS, "model_path": str(checkpoint), "host_cache_mib": 32, "num_hosts": num_hosts}
+    settings = settings_from({**values, "cpus_per_host": 0.25})
+    requests = [request_for(LONG, f"{number}", max_new_tokens=8, temperature=0.0) for number in range(3)]
+    with ExitStack() as closing:
+        decodes, prefills = start_replica_engine(settings), start_replica_engine(settings)
+        closing.callback(decodes.shutdown)
+        closing.callback(prefills.shutdown)
+        pushes, neighbour = decodes.loop.control.pushes, Neighbour(prefills.loop)
+        assert pushes is not None
+
+        def answer(request: GenerationRequest) -> tuple[list[int], list[tuple[int, int, str]]]:
+            (done,) = run_to_end(decodes.loop, decodes.tokenizer, requests=[request], shows_progress=False)
+            result = done.results[0]
+            assert result.routing is not None and decodes.loop.control.flush().result()
+            return list(result.token_ids), list(result.routing.source)
+
+        expected, _ = answer(requests[0])
+        pushes.receive_from(neighbour, min_tokens=32)
+        found, source = answer(requests[1])
+        assert found == expected and not pushes.refused
+        assert source[0] == (0, (len(LONG) - 1) // 16 * 16, "transferred")
+        assert prefills.loop.control.flush().result()
+        killing = threading.Timer(0.05, lambda: [ray.kill(worker) for worker in prefills.executor.workers])
+        killing.start()
+        assert answer(requests[2])[0] == expected
+        killing.join()

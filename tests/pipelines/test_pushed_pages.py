@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from rayserve_moe import Engine
-from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.prefill import compute_pages
-from rayserve_moe.engine.pushed_pages import LOST, Outcome, PagePushes, PromptRequest, Push, PushRefusedError
+from rayserve_moe.engine.pushed_pages import LOST, PagePushes, PromptRequest, Push, PushRefusedError
 from rayserve_moe.scheduling.host_pages import HostPages
 from rayserve_moe.scheduling.host_slots import HostedPage, SlotBytes
+from tests.support.engine.neighbour import Neighbour, Spoil
 from tests.support.engine.workload import draw_prompt
 from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.families import family_case, write_family
@@ -44,26 +44,6 @@ SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in ("qwen3_5_moe_text-0", "deepseek_v3-0", "gpt_oss-0", "deepseek_v32-0", "nemotron_h-0")
 ]
-Spoil = Callable[[Push], Outcome]
-
-
-class Neighbour:
-    """Pushes of another engine in this process; `spoil` changes them on their way."""
-
-    def __init__(self, loop: EngineLoop) -> None:
-        self.loop, self.requests = loop, list[PromptRequest]()
-        self.spoil: Spoil = lambda push: push
-
-    def ask(self, request: PromptRequest, deliver: Callable[[Outcome], object]) -> bool:
-        self.requests.append(request)
-
-        def arrived(done: Future[Push]) -> None:
-            error = done.exception()
-            assert error is None or isinstance(error, PushRefusedError)
-            deliver(self.spoil(done.result()) if error is None else error)
-
-        compute_pages(self.loop, request).add_done_callback(arrived)
-        return True
 
 
 class Pair:
