@@ -1,6 +1,6 @@
 """Gaps between tokens of chats beside long prompts: two replicas that do both, or one for prompts and one for tokens.
 
-    python -m benchmarks.prefill_apart [--loads chats,streams] [--rates 8] [--every 2] [--seconds 20] [--seed 0]
+    python -m benchmarks.prefill_apart [--loads chats,streams] [--rates 8] [--every 2] [--seconds 14] [--seed 0]
         [--model qwen3-30b-a3b] [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
 Simulated time. Chats come at a rate, and a prompt of 24,576 tokens every few seconds. `quiet` has no long prompts.
@@ -46,6 +46,8 @@ APART = {"long apart": LIMITS.chunk_tokens, "all apart": LIMITS.page_size}
 WAYS = ("quiet", "mixed", "smaller steps", *APART)
 NAMESPACE = ("",)
 LOADS = {"chats": SHAPES["chat"], "streams": Shape((48, 0.5), (300, 0.6))}
+BEGIN_S = 4.0
+"""Start of the first long prompt, and of what is counted."""
 TTFT_S, TPOT_S = 2.0, 0.05
 """Bounds of a good chat."""
 
@@ -130,9 +132,9 @@ class Beside(Simulation):
 
 
 def load(shape: Shape, *, rate: float, every_s: float, seconds: float, seed: int) -> Iterator[Conversation]:
-    """Yield chats, and long prompts from the tenth second on; `every_s` 0 for none."""
+    """Yield chats, and long prompts from BEGIN_S on; `every_s` 0 for none."""
     chats = drawn(shape, rate=rate, num_requests=int(rate * seconds), seed=seed)
-    times = np.arange(10.0, seconds, every_s) if every_s else ()
+    times = np.arange(BEGIN_S, seconds, every_s) if every_s else ()
     numbers = count(1 << 40)
     prompts = (
         Conversation(float(at), (Turn(((next(numbers), LONG),), LONG_ANSWER),), sends_hints=False) for at in times
@@ -171,10 +173,11 @@ def run(arguments: argparse.Namespace, found: SliceReplica) -> dict[str, Any]:
 
 
 def figures(seen: Seen) -> dict[str, float]:
-    """Return times of chats from the tenth second on, and the mean time to the first token of long prompts."""
-    chats = replace(seen, asked=[one for one in seen.asked if one.conversation.sends_hints and one.arrived_at >= 10])
+    """Return times of chats from BEGIN_S on, and the mean time to the first token of long prompts."""
+    counted = [one for one in seen.asked if one.conversation.sends_hints and one.arrived_at >= BEGIN_S]
+    chats = replace(seen, asked=counted)
     shown = ("goodput_s", "ttft_p50_s", "ttft_p99_s", "gap_p50_s", "gap_p99_s")
-    of_chats = replace(chats, began_at=10.0, ended_at=max(one.arrived_at for one in chats.asked))
+    of_chats = replace(chats, began_at=BEGIN_S, ended_at=max(one.arrived_at for one in chats.asked))
     of_chats = of_chats.figures(ttft_s=TTFT_S, tpot_s=TPOT_S)
     longs = [one.first_at - one.arrived_at for one in seen.asked if not one.conversation.sends_hints]
     return {**{name: of_chats[name] for name in shown}, "long_ttft_s": float(np.mean(longs)) if longs else 0.0}
@@ -187,7 +190,7 @@ def main() -> None:
     numbers = {"type": lambda text: [float(part) for part in text.split(",")]}
     parser.add_argument("--rates", default=[8.0], help="chats per second", **numbers)
     parser.add_argument("--every", default=[2.0], help="seconds between long prompts", **numbers)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=14.0)
     parser.add_argument("--data-ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     measure_on_slice(parser, run, name="prefill_apart", machine="prefill_apart_machine", table=prefill_apart)
