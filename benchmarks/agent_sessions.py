@@ -101,12 +101,12 @@ def sessions(load: Load, count: int, *, seed: int) -> Iterator[Conversation]:
 
 
 def session_seconds(seen: Seen, *, roots: Sequence[Conversation]) -> np.ndarray:
-    """Return the seconds of each session, from its first request to its last token, float64 [len(roots)]."""
+    """Return the seconds of each session that was seen, from its first request to its last token, float64."""
     spans: dict[int, tuple[float, float]] = {}
     for asked in seen.asked:
         began, ended = spans.get(id(asked.conversation), (asked.arrived_at, asked.last_at))
         spans[id(asked.conversation)] = min(began, asked.arrived_at), max(ended, asked.last_at)
-    return np.array([spans[id(one)][1] - spans[id(one)][0] for one in roots])
+    return np.array([spans[id(one)][1] - spans[id(one)][0] for one in roots if id(one) in spans])
 
 
 def figures(seen: Seen, *, roots: Sequence[Conversation]) -> dict[str, float]:

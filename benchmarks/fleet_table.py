@@ -151,6 +151,76 @@ def host_pages(measured: Mapping[str, Any]) -> str:
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
 
 
+def prefill_apart(measured: Mapping[str, Any]) -> str:
+    """Render gaps of chats beside long prompts, by load and way."""
+    heading = (
+        *("load", "requests/s", "a long prompt every", "way", "gap p50, ms", "p99", "p99 / quiet", "good/s"),
+        *("TTFT p50, s", "p99", "long prompt, s"),
+    )
+    quiet = {(row["load"], row["rate"], row["every_s"]): row for row in measured["rows"] if row["way"] == "quiet"}
+    rows = [
+        (
+            row["load"],
+            f"{row['rate']:g}",
+            f"{row['every_s']:g} s",
+            row["way"],
+            f"{row['gap_p50_s'] * 1e3:.1f}",
+            f"{row['gap_p99_s'] * 1e3:.1f}",
+            f"{row['gap_p99_s'] / quiet[row['load'], row['rate'], row['every_s']]['gap_p99_s']:.2f}",
+            f"{row['goodput_s']:.2f}",
+            f"{row['ttft_p50_s']:.2f}",
+            f"{row['ttft_p99_s']:.2f}",
+            f"{row['long_ttft_s']:.1f}" if row["long_ttft_s"] else "-",
+        )
+        for row in measured["rows"]
+    ]
+    title = (
+        f"two replicas of {measured['replica']}, long prompts of {measured['long']:,} tokens, "
+        f"{measured['link_gb_s']:g} GB/s between them; good: first token in 2 s, others in 50 ms on average; on "
+        "simulated time"
+    )
+    return f"**{title}**\n\n{markdown_table(heading, rows)}"
+
+
+def prefill_served(measured: Mapping[str, Any]) -> str:
+    """Render gaps of streams with long prompts divided by those without, of mixed replicas and of roles."""
+    heading = ("replicas", "gap p50 / quiet", "p99 / quiet", "quiet p50, ms", "quiet p99, ms", "long prompt, s")
+    rows = []
+    for name, runs in measured["runs"].items():
+        quiet, beside = ([row for row in runs if bool(row["num_long"]) is has] for has in (False, True))
+        pairs = list(zip(quiet, beside, strict=True))
+        parts = ("gap_p50_s", "gap_p99_s")
+        ratios = [[b[part] / a[part] for a, b in pairs] for part in parts]
+        rows.append(
+            (
+                name,
+                *(f"{statistics.median(part):.2f} ({min(part):.2f}-{max(part):.2f})" for part in ratios),
+                *(f"{statistics.median(row[part] for row in quiet) * 1e3:.1f}" for part in parts),
+                f"{statistics.median(row['long_s'] for row in beside):.2f}",
+            )
+        )
+    gaps = f"**two replicas, {measured['size']} model**\n\n{markdown_table(heading, rows)}"
+    if not measured["kills"]:
+        return gaps
+    killed = [(role, *map(str, seen.values())) for role, seen in measured["kills"].items()]
+    return f"{gaps}\n\n{markdown_table(('killed', 'times', 'requests', 'lost', 'other ids', 'other rows'), killed)}"
+
+
+def served_pages(measured: Mapping[str, Any]) -> str:
+    """Render second turns whose pages were evicted, the traffic, and others' steps beside it."""
+    heading = ("sessions", "computed tokens", "ideal", "ratio", "bytes per token", "gap of others beside restores")
+    ratios = measured["gap_ratios"]
+    row = (
+        str(measured["sessions"]),
+        f"{measured['computed']:,}",
+        f"{measured['ideal']:,}",
+        f"{measured['computed'] / measured['ideal']:.3f}",
+        f"{measured['bytes_per_token']:,.0f}",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+    )
+    return markdown_table(heading, [row])
+
+
 def session_hints(measured: Mapping[str, Any]) -> str:
     """Render hints about sessions by number of sessions."""
     heading = ("sessions", "live / pool", "hints", "session, s", "good/s", "TTFT p50, s", "p99", "cached")

@@ -3,8 +3,8 @@
     python -m benchmarks.host_pages [--ratios 0.5,1.1,3.3,10] [--seed 0] [--model qwen3-30b-a3b]
         [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
-Simulated time, with the sessions of `benchmarks.agent_sessions` on one replica. On each chip one copy follows the
-other.
+Simulated time, with the sessions of `benchmarks.agent_sessions` on one replica, for at most 300 s. On each chip one
+copy follows the other.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ HOST_BYTES = 512 << 30
 COPY_RATES = (10e9,)
 """Bytes per second between a chip and host memory. The link of a v6e is PCIe Gen5 (same page): 31.5e9 by 8 lanes, which
 is more than a thread copies."""
+UNTIL_S = 300.0
+"""Simulated seconds: with ten times the pool sessions take much longer than a test of them may."""
 RATIOS = {0.5: (9, 4), 1.1: (20, 4), 3.3: (62, 4), 10.0: (62, 12)}
 """Number of sessions, and the divisor of the pages, by the ratio of the sessions' tokens to the pool."""
 
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace, found: SliceReplica) -> dict[str, Any]:
         roots = list(sessions(LOADS["agents"], count, seed=arguments.seed))
         for name, host in {"none": None, **rates}.items():
             replica = SimulatedReplica(limits, found.steps, host=host)
-            how = {"num_replicas": 1, "request_s": found.steps.request_s, "seed": arguments.seed}
+            how = {"num_replicas": 1, "request_s": found.steps.request_s, "seed": arguments.seed, "until_s": UNTIL_S}
             seen = simulate("round robin", lambda replica=replica: replica, roots, **how)
             counts = {key: value for key, value in replica.cycle.statistics().items() if key.startswith("host_pages")}
             rows.append({"ratio": ratio, "sessions": count, "copies": name, **figures(seen, roots=roots), **counts})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -150,16 +151,22 @@ class Simulation:
         self._num_reports = 0
         self._seen = Seen(num_replicas=len(replicas))
 
-    def run(self, conversations: Iterable[Conversation]) -> Seen:
-        """Play conversations, which come in order of time, to the end of the last."""
+    def run(self, conversations: Iterable[Conversation], *, until_s: float = math.inf) -> Seen:
+        """Play conversations, which come in order of time, to the end of the last, or to a time."""
         coming = iter(conversations)
         self._begin_next(coming)
         for place, name in enumerate(self._replicas):
             self._report(name, place / len(self._replicas) * REPORT_S)
         while len(self._events) > self._num_reports:
             now, _, act = heappop(self._events)
+            if now > until_s:
+                break
             act(now)
         return self._seen
+
+    def counts(self, asked: Asked) -> bool:
+        """Return True if the gaps of a request count."""
+        return True
 
     def _report(self, name: str, when: float) -> None:
         """Have a replica report its load then, and on from there, at its own moments."""
@@ -225,7 +232,8 @@ class Simulation:
             if not asked.first_at:
                 asked.first_at = asked.told_at = now
             elif now - asked.told_at >= interval or sequence in ended:
-                self._seen.gaps.append(now - asked.told_at)
+                if self.counts(asked):
+                    self._seen.gaps.append(now - asked.told_at)
                 asked.told_at = now
             asked.last_at = now
         self._routing.follow(name)
@@ -274,6 +282,6 @@ class Simulation:
 def simulate(
     policy: str, make: Callable[[], SimulatedReplica], conversations: Iterable[Conversation], **how: Any
 ) -> Seen:
-    """Run `num_replicas` new replicas; `how` is `num_replicas`, `request_s` and `seed`."""
-    replicas = [make() for _ in range(how.pop("num_replicas"))]
-    return Simulation(policy, replicas, **how).run(conversations)
+    """Run `num_replicas` new replicas; `how` is `num_replicas`, `request_s`, `seed`, and for a limit `until_s`."""
+    replicas, until_s = [make() for _ in range(how.pop("num_replicas"))], how.pop("until_s", math.inf)
+    return Simulation(policy, replicas, **how).run(conversations, until_s=until_s)

@@ -18,7 +18,7 @@ from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.retention import Retention
 from rayserve_moe.scheduling import sequence as sequences
 from rayserve_moe.scheduling.page_events import PageEvents
-from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits, watch_pages
+from rayserve_moe.scheduling.scheduler import Scheduler, StepLimits, namespace_of, watch_pages
 from rayserve_moe.scheduling.step_plan import CopyTimes, HostSizes, PageMoves, StartReport, StepPlan, StepResult
 
 KEY = bytes(32)
@@ -39,7 +39,7 @@ class SimulatedDevices:
     def __init__(self, times: StepTimes, clock: Clock, *, rows_per_rank: int, host: HostMemory | None = None) -> None:
         self._times, self._clock, self._rows_per_rank = times, clock, rows_per_rank
         self._before: tuple[float, StepResult] | None = None
-        self._host, self._restored_at = host, 0.0
+        self.host, self._restored_at = host, 0.0
         self._copied_at: dict[int, float] = {}
         """End time of the copies of each data rank, in seconds."""
 
@@ -50,7 +50,7 @@ class SimulatedDevices:
         moved = 0 if plan.moves is None else self._copy(plan.moves)
         if plan.num_chunks:
             seconds = self._times.seconds(load_of(plan, rows_per_rank=self._rows_per_rank))
-            page_s = 0.0 if self._host is None else self._host.page_s
+            page_s = 0.0 if self.host is None else self.host.page_s
             self._before = began + seconds, replace(_answer(plan), copied=CopyTimes(moved, moved * page_s))
         elif moved and before is None:
             self._clock.now = max(self._clock.now, self._restored_at)  # nothing else is there to do
@@ -61,11 +61,11 @@ class SimulatedDevices:
 
     def _copy(self, moves: PageMoves) -> int:
         """Copy pages in order, beside the steps; the next step waits for restored ones. Return their number."""
-        assert self._host is not None, "pages move without host memory"
+        assert self.host is not None, "pages move without host memory"
         for copies, are_awaited in ((moves.offloads, False), (moves.restores, True)):
             for rank, *_ in copies.tolist():
                 begins = max(self._copied_at.get(rank, 0.0), self._clock.now)
-                self._copied_at[rank] = begins + self._host.page_s
+                self._copied_at[rank] = begins + self.host.page_s
                 if are_awaited:
                     self._restored_at = max(self._restored_at, self._copied_at[rank])
         return len(moves.offloads) + len(moves.restores)
@@ -159,6 +159,13 @@ class SimulatedReplica:
         )
         sequence = sequences.Sequence(request, 0, seed=0, stop_token_ids=frozenset())
         self.cycle.scheduler.add([sequence])
+        return sequence
+
+    def queued(self, token_ids: np.ndarray) -> sequences.Sequence:
+        """Return a prompt that is not queued, to look for cached pages."""
+        request = GenerationRequest("", token_ids, SamplingParams(max_new_tokens=1, temperature=0.0))
+        sequence = sequences.Sequence(request, 0, seed=0, stop_token_ids=frozenset())
+        sequence.cache.namespace = namespace_of(self.cycle.scheduler, request)
         return sequence
 
     def step(self, now: float) -> tuple[Sequence[sequences.Sequence], list[sequences.Sequence]]:

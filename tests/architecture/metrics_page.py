@@ -45,7 +45,11 @@ GROUPS = (
         "Queue time, lengths and duration are recorded when a choice ends; prompts count once per request.",
     ),
     Group("KV cache", ("kv_",)),
-    Group("Pages in host memory", ("host_pages", "host_pages_"), "Present with `host_cache_mib`."),
+    Group(
+        "Pages in host memory",
+        ("host_pages", "host_pages_", "pushed_pages_", "pushes_"),
+        "Present with `host_cache_mib`. Replicas push pages with `num_prefill_replicas`.",
+    ),
     Group("Steps", ("steps", "tokens_", "schedule_", "pack_", "transport_", "device_", "commit_", "mask_")),
     Group("Start", ("start_",)),
     Group("Speculation", ("draft_",), "Present with `speculative_algorithm`."),

@@ -122,6 +122,9 @@ def test_the_docs_list_every_metric_and_those_of_vllm(families):
     only_with_adapters |= {f"{PREFIX}adapter_loads_total"}
     counted = ("offloaded", "restored", "computed", "without_rows")
     only_with_host_memory = {f"{PREFIX}host_pages{n}" for n in ("", "_used", *(f"_{each}_total" for each in counted))}
+    only_with_host_memory |= {
+        f"{PREFIX}{n}_total" for n in ("pushed_pages_sent", "pushed_pages_received", "pushes_refused")
+    }
     only_in_fleets = {f.name + "_total" * (f.type == "counter"): f.type for f in metrics_of_a_fleet()}
     only_sometimes = only_with_limits | only_with_workers | only_with_adapters | only_with_host_memory
     only_sometimes |= only_in_fleets.keys()

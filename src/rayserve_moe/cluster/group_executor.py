@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.places import one_revision
+from rayserve_moe.cluster.group_pages import GroupPages
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
 from rayserve_moe.cluster.host_worker import RemoteHostWorker, place_of
 from rayserve_moe.cluster.slice_placement import GroupPlaces, SliceReservation
@@ -66,6 +67,7 @@ class GroupExecutor:
             on_change=self._report_loss,
         )
         self.tensors, self.adapters = self.sources.tensors, self.sources.adapters
+        self.pages = GroupPages(lambda: self.workers)
         self._standbys = Standbys()
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None

@@ -17,6 +17,7 @@ from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.open_shares import SharePlace, open_share
 from rayserve_moe.cluster.channel import Address
 from rayserve_moe.cluster.fencing import HostProcess, this_process
+from rayserve_moe.cluster.group_pages import COPY_PAGES, copy_shares
 from rayserve_moe.cluster.heartbeat import CHANGING, COMPILING, JOINING, LOADING, SERVING, WARMING, Heartbeat
 from rayserve_moe.cluster.raylet_watch import end_with_raylet
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
@@ -117,8 +118,11 @@ class HostWorker:
         owned = None if expert_of_slot is None else np.array(expert_of_slot)
         self._reading.begin(model_path, owned)
 
-    def take_tensors(self, call: str, *arguments: Any) -> Any:
-        """Run a call of `WorkerTensors`, which stages sent weights in the background."""
+    def answer(self, call: str, *arguments: Any) -> Any:
+        """Run a call beside the steps: COPY_PAGES, or a call of `WorkerTensors`."""
+        if call == COPY_PAGES:
+            pages, *shares = arguments
+            return copy_shares(self._runner.pages, pages, shares=next(iter(shares), None))
         return self._tensors.answer(call, *arguments)
 
     def staging_outcome(self) -> str | None:

@@ -239,9 +239,7 @@ class GroupTensors:
         before = self.sent_bytes or [0] * len(workers)
         self.sent_bytes = [sent + more for sent, more in zip(before, shares.num_bytes, strict=True)]
         with self._failing():
-            calls = [
-                worker.take_tensors.remote(ADD, share) for worker, share in zip(workers, shares.by_host, strict=True)
-            ]
+            calls = [worker.answer.remote(ADD, share) for worker, share in zip(workers, shares.by_host, strict=True)]
             ray.get(calls, timeout=self._timeout_s())
         self._wait()
 
@@ -292,7 +290,7 @@ class GroupTensors:
     def ask(self, call: str, *arguments: Any) -> list[Any]:
         """Return the hosts' answers to a call. Raises ExecutorFailure if a host is lost."""
         with self._failing():
-            calls = [worker.take_tensors.remote(call, *arguments) for worker in self._workers()]
+            calls = [worker.answer.remote(call, *arguments) for worker in self._workers()]
             return ray.get(calls, timeout=self._timeout_s())
 
     def check(self, refusals: Sequence[str | None]) -> None:

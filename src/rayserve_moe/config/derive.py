@@ -160,6 +160,20 @@ def max_num_replicas(replicas: ReplicaSettings) -> int:
     return max(number, maximum)
 
 
+def check_roles(settings: Settings) -> None:
+    """Raise SettingsError if replicas that compute prompts have nothing to send pages by, or no one to send them to."""
+    number, replicas = settings.replicas.num_prefill, settings.replicas
+    if not number:
+        return
+    if not settings.cache.host_mib:
+        raise SettingsError(f"num_prefill_replicas {number} needs host_cache_mib: pages pass through host memory")
+    minimum = replicas.min_replicas if replicas.max_replicas else replicas.num_replicas
+    if number >= minimum:
+        raise SettingsError(f"num_prefill_replicas {number} leaves none of {minimum} replicas to answer requests")
+    if settings.server.prefix_routing == "off":
+        raise SettingsError(f"num_prefill_replicas {number} needs prefix_routing: requests go to the other replicas")
+
+
 def sent_copies(cluster: ClusterSettings) -> tuple[int, int]:
     """Return the memory of a sent update beyond the serving weights, in copies of a host's share.
 

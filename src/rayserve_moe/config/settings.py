@@ -309,6 +309,8 @@ class ReplicaSettings:
 
     num_replicas: int = _number(1, (1, 4096))
     """Replicas at the start, each on its own hosts; `rayserve-moe scale` changes the number later."""
+    num_prefill: int = _number(0, (0, 4095), "num_prefill_replicas")
+    """Replicas that compute long prompts for the others, with pages in `host_cache_mib`. 0: every replica does both."""
     min_replicas: int = _number(1, (1, 4096))
     """Minimum number of replicas if `max_replicas` is set."""
     max_replicas: int = _number(0, (0, 4096))

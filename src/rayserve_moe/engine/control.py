@@ -19,8 +19,10 @@ from rayserve_moe.engine.cycle import NO_ROWS, StepCycle
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.extension import extension_of
+from rayserve_moe.engine.host_pages import HostedPages
 from rayserve_moe.engine.output_dispatch import OutputDispatch
 from rayserve_moe.engine.page_watch import PageWatch
+from rayserve_moe.engine.pushed_pages import PagePushes
 from rayserve_moe.engine.recovery.hosts import Recovery
 from rayserve_moe.engine.updates.adapters import AdapterLoads
 from rayserve_moe.engine.updates.orders import (
@@ -89,6 +91,17 @@ class EngineControl:
                 record_loss=self.record_loss,
             )
         self.pages = PageWatch(cycle, commands)
+        self.pushes = None
+        """Sends pages to other replicas and receives theirs; None on a server without pages in host memory."""
+        if extension_of(cycle.extensions, HostedPages) is not None:
+            self.pushes = PagePushes(
+                cycle,
+                executor.pages,
+                commands=commands,
+                outputs=outputs,
+                version=lambda: self.card.weight_version,
+                admit=self._queue,
+            )
 
     @property
     def is_paused(self) -> bool:
@@ -115,12 +128,10 @@ class EngineControl:
 
         Without `resumes`, no choice has outputs.
         """
-        if self._held is not None:
-            self._held.append(choices)
-        elif resumes:
+        if resumes and self._held is None:
             add_choices(self._cycle.scheduler, choices)
-        else:
-            self._cycle.scheduler.add(choices)
+        elif self._held is not None or self.pushes is None or not self.pushes.begin(choices):
+            self._queue(choices)
 
     def hold_new(self) -> Future[None]:
         """Hold new requests until a pause begins or ends; running requests continue to their end."""
@@ -176,13 +187,27 @@ class EngineControl:
     def close(self) -> None:
         """Start no further updates."""
         self.tensors.close()
+        if self.pushes is not None:
+            self.pushes.close()
         self._updates.shutdown(wait=False, cancel_futures=True)
+
+    def _queue(self, choices: list[Sequence]) -> None:
+        """Queue the choices of a new request, or hold them."""
+        if self._held is not None:
+            self._held.append(choices)
+        else:
+            self._cycle.scheduler.add(choices)
+
+    def _unfinished(self) -> list[Sequence]:
+        """Return all choices that have not ended, including those whose pages are on their way."""
+        held = [] if self.pushes is None else [choice for choices in self.pushes.held.values() for choice in choices]
+        return [*unfinished(self._cycle.scheduler), *(choice for choice in held if choice.finish is None)]
 
     def _pause(self, mode: str) -> None:
         self._drain()
         self._cycle.is_paused = True
         if mode == "abort" and self._mode != mode:
-            self.end(unfinished(self._cycle.scheduler), ABORTED)
+            self.end(self._unfinished(), ABORTED)
         if mode == "retract":
             self._cycle.retract()
         self._mode = mode
@@ -202,7 +227,7 @@ class EngineControl:
     def _rename(self, weight_version: str, aborts_requests: bool) -> None:
         self._drain()
         if aborts_requests:
-            self.end(unfinished(self._cycle.scheduler), ABORTED)
+            self.end(self._unfinished(), ABORTED)
         self._cycle.rename_weights(weight_version)
         self.card = replace(self.card, weight_version=weight_version)
 
@@ -224,7 +249,7 @@ class EngineControl:
         self._drain()
         if self._generation != generation:
             return WeightOutcome(False, LOST_WHILE_READING, self.card.weight_version)
-        there = unfinished(self._cycle.scheduler)
+        there = self._unfinished()
         if order.aborts_requests:
             self.end(there, ABORTED)
         version = following_version(self) if order.weight_version is None else order.weight_version

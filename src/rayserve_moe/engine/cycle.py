@@ -88,6 +88,10 @@ class StepCycle:
             return NO_ROWS, []
         return self._exchange(self._completed(empty_schedule(self.scheduler.empty_plan())))
 
+    def carry(self) -> Commit:
+        """Submit a plan without chunks, for copies of pages. Call while no step is in flight."""
+        return self._exchange(self._completed(empty_schedule(self.scheduler.empty_plan())))
+
     def retract(self) -> None:
         """Preempt all running sequences; they wait in their former order. Call after `drain`."""
         for sequence in reversed(self.scheduler.running):

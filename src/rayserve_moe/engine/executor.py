@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from rayserve_moe.checkpoints.bucket import Heads, SentAdapter, SentShares, SentTensor, WantedTensor
+from rayserve_moe.scheduling.host_slots import PageSlots
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
 
@@ -100,6 +101,26 @@ class AdapterHosts(Protocol):
         ...
 
 
+class PageHosts(Protocol):
+    """Hosts that keep pages in host memory, used beside the steps.
+
+    Shares are bytes of pages, or references to them, by place of a device in a data rank.
+    """
+
+    def read(self, pages: PageSlots) -> Mapping[int, Any]:
+        """Return the shares of pages. Raises: ExecutorFailure or TimeoutError if a host does not answer."""
+        ...
+
+    def write(self, pages: PageSlots, shares: Mapping[int, Any]) -> Sequence[str]:
+        """Have every host write its shares of another executor's pages into slots.
+
+        Returns: the fault of each page, empty if it is written.
+
+        Raises: ExecutorFailure or TimeoutError if a host does not answer, here or there.
+        """
+        ...
+
+
 class Executor(Protocol):
     """Runner of steps: in this process (`execution.runner`) or on other hosts (`cluster.step_transport`).
 
@@ -136,6 +157,11 @@ class Executor(Protocol):
     @property
     def adapters(self) -> AdapterHosts:
         """Return the hosts' adapters; only on a server with `max_loras`."""
+        ...
+
+    @property
+    def pages(self) -> PageHosts:
+        """Return the hosts' pages in host memory; only on a server with `host_cache_mib`."""
         ...
 
     def release(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -42,8 +43,10 @@ class HostedPages(StepExtension):
     ) -> None:
         self._sizes, self._clock = sizes, clock
         self._page_size = scheduler.table.page_size
-        self._hosts = [HostPages(rank, sizes) for rank in scheduler.ranks]
-        for host in self._hosts:
+        self._rows, self.next_step = rows, 0
+        """`next_step` is the id of the next plan."""
+        self.hosts = [HostPages(rank, sizes) for rank in scheduler.ranks]
+        for host in self.hosts:
             host.rows, host.pays = rows, self._pays
         self._page_s = self._token_s = self._step_s = 0.0
         """Seconds of a copied page, of a prompt token and of a step; 0 before the first."""
@@ -52,8 +55,9 @@ class HostedPages(StepExtension):
 
     def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
         """Add the copies of all data ranks."""
+        self.next_step = schedule.plan.step_id + 1
         offloads, restores = [], []
-        for host in self._hosts:
+        for host in self.hosts:
             for moves, own in zip((offloads, restores), host.take_moves(), strict=True):
                 moves += own
         if not offloads and not restores:
@@ -75,7 +79,7 @@ class HostedPages(StepExtension):
             self._token_s = _mean(self._token_s, took / schedule.plan.num_tokens)
         if result.copied.num_pages:
             self._page_s = _mean(self._page_s, result.copied.seconds / result.copied.num_pages)
-            for host in self._hosts:
+            for host in self.hosts:
                 host.limit_restored(int(COPY_SHARE * self._step_s / self._page_s))
 
     def reset(self, cause: Reset) -> None:
@@ -84,15 +88,26 @@ class HostedPages(StepExtension):
 
     def statistics(self) -> dict[str, float]:
         """Return the current number of pages in host memory, and totals of pages."""
-        counts = [host.counts for host in self._hosts]
+        counts = [host.counts for host in self.hosts]
         return {
-            "host_pages_total": float(self._sizes.num_pages * len(self._hosts)),
-            "host_pages_used": float(sum(host.num_pages for host in self._hosts)),
+            "host_pages_total": float(self._sizes.num_pages * len(self.hosts)),
+            "host_pages_used": float(sum(host.num_pages for host in self.hosts)),
             "host_pages_offloaded": float(sum(each.offloaded for each in counts)),
             "host_pages_restored": float(sum(each.restored for each in counts)),
             "host_pages_computed": float(sum(each.left for each in counts)),
             "host_pages_without_rows": float(sum(each.without_rows for each in counts)),
         }
+
+    def for_push(self, rows: Any) -> tuple[Any] | None:
+        """Return the rows of a page for another server, in a tuple; None if a version differs from the current."""
+        if self._rows is None:
+            return (None,)
+        pushed = self._rows.for_push(rows)
+        return None if pushed is None else (pushed,)
+
+    def from_push(self, rows: Any) -> Any:
+        """Return the rows of a page of another server."""
+        return None if self._rows is None else self._rows.from_push(rows)
 
     def _pays(self, num_pages: int) -> bool:
         """Return True if it is faster to restore pages than to compute their tokens."""

@@ -188,6 +188,7 @@ class EngineLoop:
             **self._cycle.statistics(),
             **self.start_report.statistics(),
             **({} if self.recovery is None else self.recovery.statistics()),
+            **({} if self.control.pushes is None else self.control.pushes.statistics()),
         }
 
     @property

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from rayserve_moe.execution.memory import memory_available
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.execution.step.page_moves import MAX_MOVES, MovedShape, PageArrays, moved_shapes, num_places
 from rayserve_moe.execution.step.pytrees import DeviceState
+from rayserve_moe.scheduling.host_slots import PageSlots, SlotBytes
 from rayserve_moe.scheduling.step_plan import NO_SLOT, CopyTimes, HostSizes, PageMoves, StepResult
 
 MIB = 1 << 20
@@ -25,6 +28,10 @@ MAX_COPIES_BEHIND = 8
 """Maximum number of unfinished copies out of the devices. Each holds memory of the devices."""
 SLOT, ENTRY_SLOT, PLACES = 1, 2, 3
 """Columns of `PageMoves`."""
+LAUNCH_S = 30.0
+"""Maximum wait for the launch of a step whose copies come first."""
+LAYOUT, CHECKSUM = "layout", "checksum"
+"""Faults of pages of another replica."""
 
 
 class PagePrograms(NamedTuple):
@@ -54,6 +61,8 @@ class PageStore:
         self._shapes, self._num_places = moved_shapes(state, config), num_places(config)
         self._num_ranks = config.model.plan.data_size
         self.sizes = store_sizes(served, self._shapes)
+        self.page_bytes = _row_bytes(self._shapes, is_entry=False)
+        """Bytes of a page on a device, without entries."""
         self._slots = [self._allocate(shape) for shape in self._shapes]
         self._ranks = _ranks_of(self._shapes[0])
         """Data rank of each device of this host."""
@@ -62,9 +71,95 @@ class PageStore:
         self._restored: list[tuple[np.ndarray, list[Future[list[jax.Array]]]]] = []
         """Places, and rows by device, that the next plan writes."""
         self._num_copied, self._copy_s = 0, 0.0
+        self._launched, self._launches = -1, threading.Condition()
+        """Last step whose copies have begun."""
 
-    def move(self, state: DeviceState, moves: PageMoves | None, *, programs: PagePrograms) -> DeviceState:
+    def move(
+        self, state: DeviceState, moves: PageMoves | None, *, programs: PagePrograms, step_id: int = -1
+    ) -> DeviceState:
         """Write the pages that the plan before has restored, then begin the copies of this plan."""
+        state = self._move(state, moves, programs)
+        with self._launches:
+            self._launched = max(self._launched, step_id)
+            self._launches.notify_all()
+        return state
+
+    def read(self, pages: PageSlots) -> dict[int, SlotBytes]:
+        """Return the bytes of pages on each device of this host, by its place in the data rank, after their copies.
+
+        Raises: TimeoutError if the step of the copies is not launched.
+        """
+        self._await(pages.after_step)
+        places = self.places(pages.data_rank)
+        reads = {place: self._threads[device].submit(self._read, device, pages) for device, place in places.items()}
+        return {place: read.result() for place, read in reads.items()}
+
+    def write(self, pages: PageSlots, shares: Mapping[int, SlotBytes]) -> list[str]:
+        """Write pages of another replica into slots, with the result of `read` there.
+
+        Returns: the fault of each page, empty if it is written: LAYOUT if a share is absent or has another shape,
+            CHECKSUM if its bytes have changed.
+
+        Raises: TimeoutError if the step of earlier copies is not launched.
+        """
+        self._await(pages.after_step)
+        writes = [
+            self._threads[device].submit(self._write, device, pages, shares.get(place))
+            for device, place in self.places(pages.data_rank).items()
+        ]
+        faults = [write.result() for write in writes]
+        return [next(filter(None, of_page), "") for of_page in zip(*faults, strict=True)] or [""] * len(pages.slots)
+
+    def places(self, data_rank: int) -> dict[jax.Device, int]:
+        """Return the place of each device of this host in a data rank."""
+        shape = self._shapes[0].rows
+        devices = sorted(shape.sharding.device_set, key=lambda device: device.id)
+        ranks = _ranks_in(shape.sharding.devices_indices_map(shape.shape), self._shapes[0])
+        of_rank = [device for device in devices if ranks[device] == data_rank]
+        return {device: place for place, device in enumerate(of_rank) if device in self._ranks}
+
+    def _await(self, step_id: int) -> None:
+        with self._launches:
+            if not self._launches.wait_for(lambda: self._launched >= step_id, LAUNCH_S):
+                raise TimeoutError(f"step {step_id} was not launched within {LAUNCH_S} s")
+
+    def _read(self, device: jax.Device, pages: PageSlots) -> SlotBytes:
+        arrays = []
+        for shape, slots in zip(self._shapes, self._slots, strict=True):
+            numbers = pages.slots[:, int(shape.is_entry)]
+            arrays.append(slots[device][numbers[numbers != NO_SLOT]])
+        return SlotBytes(tuple(arrays), self._checksums(arrays, pages.slots))
+
+    def _write(self, device: jax.Device, pages: PageSlots, share: SlotBytes | None) -> list[str]:
+        """Write the pages of a device; return the fault of each."""
+        if share is None or not self._fits(share, device, pages.slots):
+            return [LAYOUT] * len(pages.slots)
+        is_same = self._checksums(share.arrays, pages.slots) == share.checksums[: len(pages.slots)]
+        for shape, slots, array in zip(self._shapes, self._slots, share.arrays, strict=True):
+            numbers = pages.slots[:, int(shape.is_entry)]
+            numbers = numbers[numbers != NO_SLOT]
+            slots[device][numbers] = array[: len(numbers)]
+        return ["" if same else CHECKSUM for same in is_same.tolist()]
+
+    def _fits(self, share: SlotBytes, device: jax.Device, slots: np.ndarray) -> bool:
+        """Return True if the arrays of a share begin with a row of this device's slots for each page."""
+        counts = np.count_nonzero(slots != NO_SLOT, axis=0)
+        return (len(share.arrays), len(share.checksums) >= len(slots)) == (len(self._shapes), True) and all(
+            (array.shape[1:], array.dtype) == (own[device].shape[1:], own[device].dtype)
+            and len(array) >= counts[int(shape.is_entry)]
+            for shape, own, array in zip(self._shapes, self._slots, share.arrays, strict=True)
+        )
+
+    def _checksums(self, arrays: Sequence[np.ndarray], slots: np.ndarray) -> np.ndarray:
+        """Return the CRC-32 of each page over its rows in all pools, uint32 [N]."""
+        sums = np.zeros(len(slots), np.uint32)
+        for shape, array in zip(self._shapes, arrays, strict=True):
+            pages = np.flatnonzero(slots[:, int(shape.is_entry)] != NO_SLOT)
+            for page, rows in zip(pages.tolist(), array, strict=False):
+                sums[page] = zlib.crc32(np.ascontiguousarray(rows).view(np.uint8).data, int(sums[page]))
+        return sums
+
+    def _move(self, state: DeviceState, moves: PageMoves | None, programs: PagePrograms) -> DeviceState:
         for places, shards in self._restored:
             state = programs.write(state, places, pages=self._joined([shard.result() for shard in shards]))
         self._restored.clear()
@@ -184,6 +279,10 @@ def _local_shape(shape: MovedShape) -> tuple[int, ...]:
 
 def _ranks_of(shape: MovedShape) -> dict[jax.Device, int]:
     """Return the data rank of each device of this host."""
+    return _ranks_in(shape.rows.sharding.addressable_devices_indices_map(shape.rows.shape), shape)
+
+
+def _ranks_in(indices: Mapping[jax.Device, Any], shape: MovedShape) -> dict[jax.Device, int]:
+    """Return the data rank of each device, by the index of its rows."""
     size = MAX_MOVES * shape.num_layers
-    indices = shape.rows.sharding.addressable_devices_indices_map(shape.rows.shape)
     return {device: (index[0].start or 0) // size for device, index in indices.items()}

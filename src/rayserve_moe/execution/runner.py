@@ -93,7 +93,7 @@ class HostRunner:
         """Compiles the shapes that `compile` leaves out, beside the steps."""
         self._compilations = CompilationCount()
         self._launches = _Launches.of(plan)
-        self._pages: PageStore | None = None
+        self.pages: PageStore | None = None
         """Evicted pages in host memory; None without `host_cache_mib`."""
         self._report = self.tensors.unstarted()
 
@@ -148,8 +148,8 @@ class HostRunner:
         self.later = LaterShapes(self._programs, self.served, num_pages=num_pages, kept=kept, count=self._compilations)
         times = self._programs.times
         if self.served.settings.cache.host_mib:
-            self._pages = PageStore(self.served, num_pages)
-            self._report = replace(self._report, host=self._pages.sizes)
+            self.pages = PageStore(self.served, num_pages)
+            self._report = replace(self._report, host=self.pages.sizes)
         self._report = replace(
             self._report,
             num_pages=num_pages,
@@ -211,7 +211,7 @@ class HostRunner:
             held, launches.held = launches.held, None
             inputs = held.inputs(plan.masks, num_words=mask_words(self.config.spec.vocab_size))
             held.drawn = launches.launch(partial(self._draw, held, inputs))
-        moved = None if self._pages is None else launches.launch(partial(self._move_pages, plan.moves))
+        moved = None if self.pages is None else launches.launch(partial(self._move_pages, plan.moves, plan.step_id))
         before, launches.step = launches.step, self._launch_step(plan) if plan.num_chunks else None
         result = before() if before is not None else None
         if moved is not None:
@@ -292,10 +292,10 @@ class HostRunner:
         self._state, drafts_NSK = program(self.weights, self.state, rows_NS=rows_NS)
         return drafts_NSK
 
-    def _move_pages(self, moves: PageMoves | None) -> None:
+    def _move_pages(self, moves: PageMoves | None, step_id: int) -> None:
         programs = self.programs.pages
-        assert self._pages is not None and programs is not None, "no pages are kept in host memory"
-        self._state = self._pages.move(self.state, moves, programs=programs)
+        assert self.pages is not None and programs is not None, "no pages are kept in host memory"
+        self._state = self.pages.move(self.state, moves, programs=programs, step_id=step_id)
 
     def _move(self, vectors: MigrationVectors) -> None:
         programs = self.programs.migration
@@ -311,8 +311,8 @@ class HostRunner:
         device_s = time.perf_counter() - started
         failed_fetch = None if self._mover is None else self._mover.failed_fetch
         result = step_result(output, packed=packed, pack_s=pack_s, device_s=device_s, failed_fetch=failed_fetch)
-        if self._pages is not None:
-            result = self._pages.timed(result)
+        if self.pages is not None:
+            result = self.pages.timed(result)
         return result if later.drafting is None else with_drafts(result, output, drafting=later.drafting)
 
     def _run_each_once(self) -> None:
@@ -323,9 +323,9 @@ class HostRunner:
         if self.adapters is not None:
             self.adapters.put_nothing(programs=self.programs.adapters)
         self.programs.read_counts(self.state.expert_counts_ME)
-        if self._pages is not None:
-            for moves in (self._pages.nothing(), None):
-                self._move_pages(moves)
+        if self.pages is not None:
+            for moves in (self.pages.nothing(), None):
+                self._move_pages(moves, -1)
         num_rows, shows_hidden = self.served.num_rows, self.served.settings.replay.shows_hidden
         for shape in self._packer.shapes:
             is_probed = shape.num_blocks > 0 or shows_hidden

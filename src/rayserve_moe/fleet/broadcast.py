@@ -146,6 +146,27 @@ class FleetCalls:
                 return replace(answers, num_wanted=details.get("target_num_replicas"))
             await asyncio.sleep(_RETRY_S)
 
+    async def ask_one(self, replica: str, call: str, *arguments: Any, timeout_s: float) -> Answer | None:
+        """Return the answer of a replica, or None if it is lost or does not answer in time. It is asked once.
+
+        Needs the request router of `serve_router.LOAD_ROUTER`.
+        """
+        handle = self._connected().options(method_name=self._method)
+
+        def choose(listed: list[Any]) -> Any:
+            return next((one for one in listed if one.replica_id.unique_id == replica), listed[0])
+
+        async def asked() -> Answer | None:
+            async with handle.choose_replica(choose=choose) as selection:
+                if selection._replica.replica_id.unique_id != replica:
+                    return None
+                return await handle.dispatch(selection, call, arguments)
+
+        try:
+            return await asyncio.wait_for(asked(), timeout_s)
+        except (RayError, RayServeException, TimeoutError):
+            return None
+
     async def num_wanted(self) -> int | None:
         """Return the number of replicas that Serve keeps up; None if its controller does not answer."""
         try:
@@ -156,12 +177,10 @@ class FleetCalls:
 
     async def _sent(self, call: str, arguments: tuple[Any, ...], *, timeout_s: float) -> list[Any]:
         """Send a call once; return answers and errors, without the late replicas."""
-        if self._handle is None:
-            handle = serve.get_deployment_handle(self._deployment, self._application)
-            self._handle = handle.options(_by_reference=True)  # weights are passed as references
+        handle = self._connected()
         try:
             calls = await asyncio.wait_for(
-                self._handle.broadcast(self._method, call, arguments)._fetch_replica_results_async(), timeout_s
+                handle.broadcast(self._method, call, arguments)._fetch_replica_results_async(), timeout_s
             )
         except (RayServeException, TimeoutError):
             return []
@@ -172,6 +191,12 @@ class FleetCalls:
             for task in tasks:
                 task.cancel()
         return [task.result() for task in done]
+
+    def _connected(self) -> DeploymentHandle:
+        if self._handle is None:
+            handle = serve.get_deployment_handle(self._deployment, self._application)
+            self._handle = handle.options(_by_reference=True)  # weights are passed as references
+        return self._handle
 
 
 async def _answer_of(answer: Awaitable[Any]) -> Any:

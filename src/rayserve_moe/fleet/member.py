@@ -26,6 +26,8 @@ MAX_FAILURES = 3
 """Consecutive failures to reach the wanted state before the replica gives up."""
 STATE_WITHIN_S = 60.0
 """Maximum time for a starting replica to reach the state actor."""
+_ANY = 1 << 30
+"""Keeps the role of a replica that joins again."""
 GONE = ("STOPPING",)
 """States of replicas that Serve still lists but that no order concerns."""
 
@@ -42,7 +44,7 @@ class FleetState(Protocol):
     """The actor `wanted_state.WantedState`, called from threads. Raises StateUnavailableError if it does not answer."""
 
     def view(self) -> FleetView: ...
-    def join(self, member: str, number: int) -> bool: ...
+    def join(self, member: str, number: int, *, num_prefill: int = 0) -> bool: ...
     def restore(self, wanted: Wanted) -> Wanted: ...
     def forget(self, members: list[str]) -> None: ...
     def abandon(self, number: int) -> Wanted: ...
@@ -65,6 +67,10 @@ class FleetMember:
     """Order that weights are staged for here."""
     sent_id: str = ""
     """Update whose buckets are staged for `staged_id`."""
+    num_prefill: int = 0
+    """Number of replicas that compute prompts for the others."""
+    is_prefill: bool = False
+    """True if this replica does; decided when it joins."""
     on_listed: Callable[[Mapping[str, str]], object] | None = None
     """Called every second with the replicas that Serve lists."""
     _outcome: WeightOutcome | None = None
@@ -114,11 +120,12 @@ class FleetMember:
     def join(self, control: EngineControl, *, poll_s: float = SYNC_S / 4) -> None:
         """Follow the wanted state until this replica has reached it, then join, and wait until the others know it."""
         while True:
-            self.follow(control, _reached(self.state.view).wanted)
-            if self.state.join(self.name, self.applied.number):
+            self.follow(control, _reached(self._view_of_living).wanted)  # a lost replica leaves its role to this one
+            if self.state.join(self.name, self.applied.number, num_prefill=self.num_prefill):
                 break
             time.sleep(poll_s)
         self.view = self._view_of_living()
+        self.is_prefill = self.name in self.view.prefill
         if not self.is_single_replica:
             time.sleep(SYNC_S)
 
@@ -151,7 +158,7 @@ class FleetMember:
         if view.wanted.number < self.applied.number:
             self.state.restore(self.applied)
         if self.name not in view.members and view.wanted.number <= self.applied.number:
-            self.state.join(self.name, self.applied.number)
+            self.state.join(self.name, self.applied.number, num_prefill=_ANY if self.is_prefill else 0)
         self.follow(control, view.wanted)
         if staged_id not in ("", view.order_id, view.wanted.weights.order_id):
             self.discard(control, staged_id)
@@ -231,7 +238,7 @@ class FleetMember:
             gone = sorted(member for member in view.members if listed.get(member, GONE[0]) in GONE)
             if gone:
                 self.state.forget(gone)
-                view = replace(view, members=view.members - set(gone))
+                view = replace(view, members=view.members - set(gone), prefill=view.prefill - set(gone))
         self.view = view
         return view
 

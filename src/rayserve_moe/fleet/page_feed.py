@@ -24,6 +24,8 @@ from rayserve_moe.scheduling.page_events import PageEvents
 log = logging.getLogger(__name__)
 METADATA = "page_events"
 """Key of the feed's address in a replica's metadata."""
+IS_PREFILL = "is_prefill"
+"""Key, beside the address, of a replica that answers no requests as long as others do."""
 REPORT_S = 0.1
 """Interval of load samples; readers receive only reports that differ."""
 MAX_UNSENT = 1024

@@ -29,8 +29,8 @@ class RemoteState:
     def view(self) -> FleetView:
         return self._ask("view")
 
-    def join(self, member: str, number: int) -> bool:
-        return self._ask("join", member, number)
+    def join(self, member: str, number: int, *, num_prefill: int = 0) -> bool:
+        return self._ask("join", member, number, num_prefill=num_prefill)
 
     def restore(self, wanted: Wanted) -> Wanted:
         return self._ask("restore", wanted)
@@ -45,10 +45,10 @@ class RemoteState:
         """Call the actor without blocking the event loop. Raises StateUnavailableError if it does not answer."""
         return await asyncio.to_thread(self._ask, method, *arguments)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         try:
             actor = self._actor = self._actor or self.find()
-            return ray.get(getattr(actor, method).remote(*arguments), timeout=ANSWER_S)
+            return ray.get(getattr(actor, method).remote(*arguments, **keywords), timeout=ANSWER_S)
         except (ValueError, RayError, RayServeException, GetTimeoutError) as error:
             self._actor = None
             raise StateUnavailableError(f"{type(error).__name__}: {error}") from error

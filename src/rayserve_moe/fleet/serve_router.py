@@ -32,7 +32,7 @@ from rayserve_moe.cluster.channel import prove_connecting
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.fleet.choosing import UNPARSED, Choosing, Prompt
 from rayserve_moe.fleet.load_average import Report
-from rayserve_moe.fleet.page_feed import METADATA, read_message
+from rayserve_moe.fleet.page_feed import IS_PREFILL, METADATA, read_message
 from rayserve_moe.fleet.prefix_index import PrefixIndex
 from rayserve_moe.fleet.shared_key import shared_key
 
@@ -161,6 +161,8 @@ class FleetView:
         self.index = PrefixIndex()
         self.choosing = Choosing(self.index, draw=draw, clock=time.monotonic)
         self._readers: dict[str, asyncio.Task[None]] = {}
+        self._prefill: set[str] = set()
+        """Replicas that answer requests only if no other replica is there."""
         self.page_size = 0
 
     def follow(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -169,18 +171,21 @@ class FleetView:
             return
         for gone in self._readers.keys() - replicas.keys():
             self._readers.pop(gone).cancel()
+            self._prefill.discard(gone)
             self.choosing.forget(gone)
         self.index.follow(replicas.keys())
         for name in replicas.keys() - self._readers.keys():
             address = replicas[name].get(METADATA) or {}
             self.page_size = address.get("page_size", self.page_size)
             self.choosing.places.limit(name, address.get("max_requests"))
+            if address.get(IS_PREFILL):
+                self._prefill.add(name)
             self._readers[name] = asyncio.get_running_loop().create_task(self._read(name, address))
 
     def choose(self, prompt: Prompt, replicas: Mapping[str, Mapping[str, Any]]) -> str:
         """Return the id of a replica for a prompt. `replicas` maps ids to metadata and is not empty."""
         self.follow(replicas)
-        return self.choosing.choose(prompt, list(replicas))
+        return self.choosing.choose(prompt, [name for name in replicas if name not in self._prefill] or list(replicas))
 
     def close(self) -> None:
         """End all connections."""

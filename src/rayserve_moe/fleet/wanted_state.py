@@ -56,6 +56,8 @@ class FleetView:
     wanted: Wanted
     order_id: str | None
     members: frozenset[str]
+    prefill: frozenset[str] = frozenset()
+    """Members that compute prompts for the others."""
 
 
 class WantedState:
@@ -66,11 +68,12 @@ class WantedState:
         self._started_at = clock()
         self._wanted = Wanted()
         self._members: set[str] = set()
+        self._prefill: set[str] = set()
         self._order: tuple[str, float] | None = None
 
     def view(self) -> FleetView:
         """Return the current state."""
-        return FleetView(self._wanted, self._order_id(), frozenset(self._members))
+        return FleetView(self._wanted, self._order_id(), frozenset(self._members), frozenset(self._prefill))
 
     def begin(self, order_id: str) -> FleetView | None:
         """Begin an order for weights. Return None while another order runs."""
@@ -103,8 +106,10 @@ class WantedState:
         self._wanted = replace(self._wanted, number=self._wanted.number + 1, pause=mode)
         return self._wanted
 
-    def join(self, member: str, number: int) -> bool:
+    def join(self, member: str, number: int, *, num_prefill: int = 0) -> bool:
         """Add a replica that has reached the state after `number` changes. Return False if it may not join yet.
+
+        A new member computes prompts for the others if fewer than `num_prefill` do.
 
         It may not join if `number` is not the current state, while an order runs, or while the restarted actor may
         still miss the state of others.
@@ -112,8 +117,10 @@ class WantedState:
         is_known = self._clock() - self._started_at >= RESTORE_S or number > 0
         if member not in self._members and (self._order_id() is not None or number != self._wanted.number):
             return False
-        if is_known:
+        if is_known and member not in self._members:
             self._members.add(member)
+            if len(self._prefill) < num_prefill:
+                self._prefill.add(member)
         return is_known
 
     def restore(self, wanted: Wanted) -> Wanted:
@@ -125,6 +132,7 @@ class WantedState:
     def forget(self, members: Collection[str]) -> None:
         """Forget replicas that are gone."""
         self._members.difference_update(members)
+        self._prefill.difference_update(members)
 
     def abandon(self, number: int) -> Wanted:
         """Mark the weights wanted after `number` changes as lost and awaited, if no replica is left."""

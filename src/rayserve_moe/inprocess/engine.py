@@ -33,6 +33,7 @@ from rayserve_moe.engine.guides import constraint_compiler
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.updates.adapters import adapter_order, load_fault, unload_fault
 from rayserve_moe.execution.card import describe_model
+from rayserve_moe.execution.page_store import PageStore
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights.adapters import HostAdapters
 from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
@@ -352,6 +353,11 @@ class LocalExecutor:
     def adapters(self) -> LocalAdapters:
         assert self._held is not None, "a server with max_loras holds adapters"
         return LocalAdapters(self._held)
+
+    @property
+    def pages(self) -> PageStore:
+        assert self.runner.pages is not None, "a server with host_cache_mib keeps pages"
+        return self.runner.pages
 
     def release(self) -> None:
         """Do nothing: this executor is idle between steps."""

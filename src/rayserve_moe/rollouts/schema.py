@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
         pa.field("routing_dtype", pa.string()),  # uint8, or uint16 above 256 experts
         pa.field("routing_crc32", pa.uint32()),  # null if a row is missing
         pa.field("routing_missing", _RANGES),  # [first, last) of rows without data; their bytes are undefined
-        pa.field("routing_source", _LABELLED),  # computed, cached, recomputed
+        pa.field("routing_source", _LABELLED),  # computed, cached, recomputed, transferred
         pa.field("routing_weight_version", _LABELLED),
         pa.field("layer_ids", pa.list_(pa.int32())),
         pa.field("num_experts", pa.int32()),

@@ -38,8 +38,8 @@ class HostCache(Protocol):
         """Cache the pages that the last plan restored."""
         ...
 
-    def record_left(self, sequence: Sequence) -> None:
-        """Count the pages in host memory that a starting sequence computes again."""
+    def record_start(self, sequence: Sequence, page_ids: np.ndarray) -> None:
+        """Record a starting sequence with its cached pages."""
         ...
 
     def clear(self) -> None:
@@ -132,7 +132,7 @@ class DataRank:
         self.table.take(row, sequence)
         sequence.data_rank, cache = self.index, sequence.cache
         if self.host is not None:
-            self.host.record_left(sequence)
+            self.host.record_start(sequence, prefix.page_ids)
         cache.prefix, cache.num_flushes = prefix, self._num_flushes
         if cache.owner is not None and sequence.choice_index == 0:
             self.tree.order.supersede(prefix, cache.owner)

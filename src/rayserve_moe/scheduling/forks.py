@@ -32,6 +32,7 @@ def fork_followers(step: RankStep, *, page_size: int) -> None:
 def _fork(step: RankStep, sequence: Sequence, *, leader: Sequence, own_pages: np.ndarray) -> None:
     """Start a choice after the leader's prompt; `own_pages` is for the last, partial page of the prompt."""
     _take_row(step.rank, sequence, leader=leader, own_pages=own_pages)
+    sequence.cache.transferred = leader.cache.transferred
     sequence.record_start(leader.num_prompt_tokens)
     step.new_sequences.append(sequence)
     row, pages = sequence.row, sequence.pages.copy()

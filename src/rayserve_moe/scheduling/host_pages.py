@@ -7,7 +7,6 @@ the copies. Pages that it restores can be found from the next plan on, in the pr
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -18,18 +17,16 @@ import numpy as np
 
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.eviction_order import CachedPrefix
+from rayserve_moe.scheduling.host_slots import HostedPage, HostSlots, PageName
 from rayserve_moe.scheduling.prefix_tree import TOKEN_BYTES
 from rayserve_moe.scheduling.sequence import Sequence, reusable_tokens
-from rayserve_moe.scheduling.step_plan import NO_SLOT, HostSizes
+from rayserve_moe.scheduling.step_plan import HostSizes
 from rayserve_moe.state.entries import EntryState
 
 RESTORED_TOKENS, RESTORED_PAGES = 1024, 16
 """Maximum tokens that a plan restores on a data rank, and the number of pages that it may always restore."""
 NAME_BYTES = 16
 _KEY = secrets.token_bytes(32)
-
-PageName = bytes
-"""Digest of the namespace of a prefix and of its tokens up to the end of the page."""
 
 
 class PageRows(Protocol):
@@ -43,22 +40,13 @@ class PageRows(Protocol):
         """Store rows for another allocation of a page."""
         ...
 
+    def for_push(self, rows: Any) -> Any:
+        """Return rows without their version, for another server; None if they are not of the current weights."""
+        ...
 
-@dataclass(slots=True)
-class HostedPage:
-    """A page in host memory."""
-
-    slot: int
-    entry_slot: int
-    """Slot of its entries; NO_SLOT for none."""
-    are_held: tuple[bool, ...]
-    """True for each state whose data is in host memory."""
-    rows: Any
-    """Routing rows (`PageRows`); None on a server that captures none."""
-
-    def covers(self, are_held: tuple[bool, ...]) -> bool:
-        """Return True if it has the data of each state with True."""
-        return all(has or not wanted for has, wanted in zip(self.are_held, are_held, strict=True))
+    def from_push(self, rows: Any) -> Any:
+        """Return rows of another server, with the current version."""
+        ...
 
 
 @dataclass(slots=True)
@@ -66,7 +54,6 @@ class Arrival:
     """Pages on their way to the devices, behind a locked prefix."""
 
     sequence: Sequence
-    names: frozenset[PageName]
     prefix: CachedPrefix
     page_ids: np.ndarray
     pages: list[HostedPage]
@@ -93,17 +80,16 @@ class HostPages:
     """
 
     def __init__(self, rank: DataRank, sizes: HostSizes) -> None:
-        self._rank, self._sizes = rank, sizes
+        self._rank = rank
         self._first_entry = sum(not isinstance(state, EntryState) for state in rank.states)
         """Index of the first state with entries."""
-        self._pages: OrderedDict[PageName, HostedPage] = OrderedDict()
-        self._with_entry: dict[PageName, None] = {}
-        self._free = list(range(sizes.num_pages))[::-1]
-        self._free_entries = list(range(sizes.num_entries))[::-1]
+        self.slots = HostSlots(sizes, first_entry=self._first_entry)
+        self._transferred = np.full(rank.allocator.num_pages, -1, np.int64)
+        """Last allocation of each page of the rank that received a page of another replica, by its generation."""
         self._arrival: Arrival | None = None
         self._offloads: list[list[int]] = []
         self._restores: list[list[int]] = []
-        self.counts = HostCounts()
+        self.counts, self.num_clears = HostCounts(), 0
         self.rows: PageRows | None = None
         self.pays: Callable[[int], bool] = _always
         """Returns True if it is faster to restore a number of pages than to compute them."""
@@ -113,7 +99,7 @@ class HostPages:
 
     @property
     def num_pages(self) -> int:
-        return len(self._pages)
+        return len(self.slots.pages)
 
     @property
     def arriving(self) -> np.ndarray:
@@ -132,15 +118,27 @@ class HostPages:
         for page, name in reversed(list(zip(leaf.own_page_ids.tolist(), names, strict=True))):
             self._keep(page, name)
 
+    def keep_prefix(self, namespace: Hashable, token_ids: np.ndarray, *, first: int) -> dict[PageName, HostedPage]:
+        """Copy the cached pages of a prefix out, from page `first` on.
+
+        Returns: the pages that are in host memory then, in order, without those behind a missing page.
+        """
+        names = page_names(namespace, token_ids.tobytes(), page_bytes=self._page_bytes, first=first)
+        names = names[: self.slots.sizes.num_pages]
+        cached_ids = self._rank.tree.matching_pages(namespace, token_ids)[first:]
+        for page, name in zip(cached_ids.tolist(), names, strict=False):
+            self._keep(page, name)
+        return {name: self.slots.pages[name] for name in takewhile(self.slots.pages.__contains__, names)}
+
     def num_found(self, sequence: Sequence) -> int:
         """Return the number of first tokens that a waiting sequence can skip after a restore; 0 for no restore."""
         names, num_cached = self._restorable(sequence)
-        return (num_cached + len(names)) * self._page_size if names and self.pays(len(names)) else 0
+        return (num_cached + len(names)) * self._page_size if names and self._restores_pay(sequence, len(names)) else 0
 
     def delays(self, sequence: Sequence) -> bool:
         """Begin to restore pages for a waiting sequence; return True if it has to wait for them."""
         names, num_cached = self._restorable(sequence)
-        if not names or not self.pays(len(names)):
+        if not names or not self._restores_pay(sequence, len(names)):
             return False
         rank, cache = self._rank, sequence.cache
         cached = sequence.token_ids[: num_cached * self._page_size]
@@ -156,16 +154,18 @@ class HostPages:
 
     def arrive(self) -> None:
         """Cache the pages that the last plan restored."""
-        arrival, self._arrival = self._arrival, None
+        arrival, self._arrival, self.slots.busy = self._arrival, None, frozenset()
         if arrival is None:
             return
         rank, cache, page_ids = self._rank, arrival.sequence.cache, arrival.page_ids
         for state in rank.states:
             state.end_restore(page_ids)
-        if self.rows is not None:
-            for page, hosted in zip(page_ids.tolist(), arrival.pages, strict=True):
-                generation = int(rank.allocator.generations[page])
+        for page, hosted in zip(page_ids.tolist(), arrival.pages, strict=True):
+            generation = int(rank.allocator.generations[page])
+            if self.rows is not None:
                 self.rows.put(rank.index, page, generation=generation, rows=hosted.rows)
+            if hosted.is_transferred:
+                self._transferred[page] = generation
         all_ids = np.concatenate([arrival.prefix.page_ids, page_ids])
         token_ids = arrival.sequence.token_ids[: len(all_ids) * self._page_size]
         rank.tree.insert(cache.namespace, token_ids, page_ids=all_ids, owner=cache.owner)
@@ -173,9 +173,15 @@ class HostPages:
         rank.allocator.release(page_ids)
         self.counts.restored += len(page_ids)
 
-    def record_left(self, sequence: Sequence) -> None:
-        """Count the pages in host memory that a starting sequence computes again."""
+    def record_start(self, sequence: Sequence, page_ids: np.ndarray) -> None:
+        """Count the pages in host memory that a starting sequence computes again.
+
+        Also record which of its cached pages `page_ids` another replica has computed.
+        """
         self.counts.left += len(self._restorable(sequence)[0])
+        is_transferred = self._transferred[page_ids] == self._rank.allocator.generations[page_ids]
+        borders = np.flatnonzero(np.diff(is_transferred, prepend=False, append=False)) * self._page_size
+        sequence.cache.transferred = tuple(map(tuple, borders.reshape(-1, 2).tolist()))
 
     def limit_restored(self, num_pages: int) -> None:
         """Set the maximum number of pages that a plan restores; at least 1."""
@@ -188,25 +194,19 @@ class HostPages:
 
     def clear(self) -> None:
         """Drop all pages, and those on their way."""
+        self.num_clears += 1
         if (arrival := self._arrival) is not None:
-            self._arrival = None
+            self._arrival, self.slots.busy = None, frozenset()
             for state in self._rank.states:
                 state.end_restore(arrival.page_ids)
             self._rank.tree.unlock(arrival.prefix)
             self._rank.allocator.release(arrival.page_ids)
-        self._pages.clear()
-        self._with_entry.clear()
-        self._free = list(range(self._sizes.num_pages))[::-1]
-        self._free_entries = list(range(self._sizes.num_entries))[::-1]
+        self.slots.clear()
         self._offloads, self._restores = [], []
 
     def check_integrity(self) -> None:
-        """Assert that every slot is free or has one page."""
-        slots = [hosted.slot for hosted in self._pages.values()]
-        assert sorted([*slots, *self._free]) == list(range(self._sizes.num_pages)), "slots are lost or shared"
-        entries = {name: hosted.entry_slot for name, hosted in self._pages.items() if hosted.entry_slot != NO_SLOT}
-        assert set(entries) == set(self._with_entry), "pages with entries are miscounted"
-        assert sorted([*entries.values(), *self._free_entries]) == list(range(self._sizes.num_entries)), "entries"
+        """Assert that every slot is free, lent, or has one page."""
+        self.slots.check_integrity()
 
     @property
     def _page_size(self) -> int:
@@ -220,85 +220,58 @@ class HostPages:
         """Copy a page out, unless its record has everything that the devices have."""
         rank = self._rank
         are_held = tuple(bool(state.place_of[page]) for state in rank.states)
-        if (known := self._pages.get(name)) is not None:
-            self._pages.move_to_end(name)
-            if self._is_arriving(name) or known.covers(are_held):
+        pages, generation = self.slots.pages, int(rank.allocator.generations[page])
+        if (known := pages.get(name)) is not None:
+            pages.move_to_end(name)
+            if name in self.slots.busy or known.covers(are_held):
                 return
         rows = None
         if self.rows is not None:
-            rows = self.rows.of_page(rank.index, page, generation=int(rank.allocator.generations[page]))
+            rows = self.rows.of_page(rank.index, page, generation=generation)
             if rows is None:
                 self.counts.without_rows += 1
                 return
         if known is not None:
-            self._forget(name)
-        if not self._free:
-            oldest = next(iter(self._pages))
-            if self._is_arriving(oldest):
-                return
-            self._forget(oldest)
-        slot, entry_slot = self._free.pop(), NO_SLOT
-        if any(are_held[self._first_entry :]):
-            entry_slot = self._take_entry()
-            if entry_slot == NO_SLOT:
-                are_held = (*are_held[: self._first_entry], *(False for _ in are_held[self._first_entry :]))
-            else:
-                self._with_entry[name] = None
-        self._pages[name] = HostedPage(slot, entry_slot, are_held, rows)
-        self._offloads.append([rank.index, slot, entry_slot, *self._places_of(page)])
+            self.slots.forget(name)
+        hosted = self.slots.lend(are_held, rows=rows)
+        if hosted is None:
+            return
+        hosted.is_transferred = bool(self._transferred[page] == generation)
+        self.slots.name(hosted, name)
+        self._offloads.append([rank.index, hosted.slot, hosted.entry_slot, *self._places_of(page)])
         self.counts.offloaded += 1
 
-    def _take_entry(self) -> int:
-        """Return a free slot for entries, or take the slot of the page that has held one the longest."""
-        if not self._free_entries:
-            oldest = next(iter(self._with_entry), None)
-            if oldest is None or self._is_arriving(oldest):
-                return NO_SLOT
-            hosted = self._pages[oldest]
-            self._free_entries.append(hosted.entry_slot)
-            del self._with_entry[oldest]
-            hosted.entry_slot = NO_SLOT
-            lost = (False for _ in hosted.are_held[self._first_entry :])
-            hosted.are_held = (*hosted.are_held[: self._first_entry], *lost)
-        return self._free_entries.pop()
-
-    def _forget(self, name: PageName) -> None:
-        hosted = self._pages.pop(name)
-        self._free.append(hosted.slot)
-        if hosted.entry_slot != NO_SLOT:
-            del self._with_entry[name]
-            self._free_entries.append(hosted.entry_slot)
-
-    def _is_arriving(self, name: PageName) -> bool:
-        return self._arrival is not None and name in self._arrival.names
+    def _restores_pay(self, sequence: Sequence, num_pages: int) -> bool:
+        """Return True if pages are restored: always if another replica has computed them for a sequence."""
+        return sequence.cache.is_pushed or self.pays(num_pages)
 
     def _restorable(self, sequence: Sequence) -> tuple[list[PageName], int]:
         """Return the names of pages to restore behind the cached pages of a sequence, and the number of the latter."""
         rank, cache = self._rank, sequence.cache
-        if not self._pages:
+        if not self.slots.pages:
             return [], 0
         token_ids = reusable_tokens(sequence)
         num_pages = len(token_ids) // self._page_size
         if len(cache.page_names) < num_pages:
             cache.page_names = page_names(cache.namespace, token_ids.tobytes(), page_bytes=self._page_bytes)
         num_cached = rank.tree.match_length(cache.namespace, token_ids) // self._page_size
-        found = list(takewhile(self._pages.__contains__, cache.page_names[num_cached:num_pages]))
+        found = list(takewhile(self.slots.pages.__contains__, cache.page_names[num_cached:num_pages]))
         if not found or not rank.states:
             return found, num_cached
         cached_ids = rank.tree.matching_pages(cache.namespace, token_ids)
         usable = np.ones(len(cached_ids) + len(found) + 1, np.bool_)
         for place, state in enumerate(rank.states):
-            hosted = np.array([self._pages[name].are_held[place] for name in found])
+            hosted = np.array([self.slots.pages[name].are_held[place] for name in found])
             usable &= state.usable(np.concatenate([state.place_of[cached_ids] > 0, hosted]))
         count = int(np.flatnonzero(usable)[-1]) - len(cached_ids)
         return found[: max(0, count)], num_cached
 
     def _begin(self, sequence: Sequence, names: list[PageName], *, prefix: CachedPrefix) -> None:
         """Allocate pages behind a locked prefix for others in host memory."""
-        rank, pages = self._rank, [self._pages[name] for name in names]
+        rank, pages = self._rank, [self.slots.pages[name] for name in names]
         for name in names:
-            self._pages.move_to_end(name)
-        self._arrival = Arrival(sequence, frozenset(names), prefix, self.arriving, pages)
+            self.slots.pages.move_to_end(name)
+        self._arrival, self.slots.busy = Arrival(sequence, prefix, self.arriving, pages), frozenset(names)
         page_ids: list[int] = []
         for hosted in pages:
             taken = rank.take_pages(1)

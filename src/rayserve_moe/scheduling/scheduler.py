@@ -106,7 +106,7 @@ class Scheduler:
         probe = probe_for(request, version) if request.wants_evidence else None
         for sequence in choices:
             sequence.group.choices = choices
-            sequence.cache.namespace = self._namespace(request)
+            sequence.cache.namespace = namespace_of(self, request)
             sequence.cache.owner = request.session if self._limits.evicts_by_session else None
             sequence.evidence.probe = probe
             record_weights(sequence, self.weight_version)
@@ -325,12 +325,6 @@ class Scheduler:
         is_resident = key in everywhere or len(everywhere) < self._limits.max_adapters
         return is_resident and len(here) < self._limits.step_adapters
 
-    def _namespace(self, request: GenerationRequest) -> Hashable:
-        """Return the namespace of the cached prefixes of a request."""
-        if self._is_private(request):
-            return request.request_id
-        return (request.cache_salt, request.adapter) if request.adapter else (request.cache_salt,)
-
     def _is_private(self, request: GenerationRequest) -> bool:
         """Return True if only the choices of the request share its prefixes, as with forced routing."""
         return not self._limits.caches_prefixes or request.forced_routing is not None
@@ -338,6 +332,13 @@ class Scheduler:
 
 def _ignore(preemption: Preemption) -> None:
     """Do nothing."""
+
+
+def namespace_of(scheduler: Scheduler, request: GenerationRequest) -> Hashable:
+    """Return the namespace of the cached prefixes of a request."""
+    if scheduler._is_private(request):
+        return request.request_id
+    return (request.cache_salt, request.adapter) if request.adapter else (request.cache_salt,)
 
 
 def unfinished(scheduler: Scheduler) -> list[Sequence]:

@@ -146,10 +146,14 @@ class CacheState:
     page_names: list[bytes] = field(default_factory=list)
     """Names of the whole pages of its known tokens, if they were looked up in host memory (`host_pages`)."""
     origins: tuple[tuple[int, int, str], ...] = ()
-    """Ranges `(from, to, "cached" or "recomputed")` of positions that were found cached or recomputed.
+    """Ranges `(from, to, "cached", "transferred" or "recomputed")` of positions that were found cached or recomputed.
 
     Later ranges take precedence.
     """
+    is_pushed: bool = False
+    """True if another replica has pushed pages of its prompt to host memory."""
+    transferred: tuple[tuple[int, int], ...] = ()
+    """Ranges of positions of its cached prefix that another replica has computed."""
 
 
 @dataclass(slots=True)
@@ -303,7 +307,8 @@ class Sequence:
         if times.started_at is None:
             times.started_at = time.monotonic()
         again = (num_cached, min(num_known, self.num_prompt_tokens), "recomputed")
-        ranges = ((num_known, num_cached, "cached"), again)
+        pushed = ((max(num_known, first), last, "transferred") for first, last in cache.transferred)
+        ranges = ((num_known, num_cached, "cached"), *pushed, again)
         cache.origins += tuple(origin for origin in ranges if origin[0] < origin[1])
 
     def release_pages(self) -> np.ndarray:

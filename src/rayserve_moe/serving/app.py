@@ -24,16 +24,22 @@ from rayserve_moe.cluster.eplb_planner import BALANCER_NAME, EplbPlannerActor
 from rayserve_moe.cluster.raylet_watch import end_with_raylet
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.cluster.startup_memory import freeze_what_stays
-from rayserve_moe.config.derive import keeps_journal, max_num_replicas, max_open_requests
+from rayserve_moe.config.derive import (
+    check_roles,
+    keeps_journal,
+    max_num_replicas,
+    max_open_requests,
+    prefill_chunk_tokens,
+)
 from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import Settings, SettingsError
-from rayserve_moe.engine.control import WeightOrder, WeightOutcome
+from rayserve_moe.engine.control import EngineControl, WeightOrder, WeightOutcome
 from rayserve_moe.engine.updates.tensors import BucketOrder
 from rayserve_moe.fleet.autoscaling import DEMAND, autoscaling_of, demand_of
 from rayserve_moe.fleet.broadcast import Answer, FleetCalls, listed_replicas
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import FleetMember, Leaving
-from rayserve_moe.fleet.page_feed import PageFeed
+from rayserve_moe.fleet.page_feed import IS_PREFILL, METADATA, PageFeed
 from rayserve_moe.fleet.remote_state import RemoteState
 from rayserve_moe.fleet.serve_router import LOAD_ROUTER, unknown_ray, with_prefix_router
 from rayserve_moe.fleet.shared_key import shared_key
@@ -43,6 +49,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.control.fleet import Fleet, values_of
 from rayserve_moe.serving.control.membership import Membership, OffersOfOthers
+from rayserve_moe.serving.control.prefill_peers import PrefillPeers
 from rayserve_moe.serving.control.replica_calls import answer, answer_by, shares_of
 from rayserve_moe.serving.http import create_api
 from rayserve_moe.serving.journalling import hand_over
@@ -81,6 +88,7 @@ class MoeServer:
         membership.offered_weights = self._engine.offered_weights
         control = self._engine.loop.control
         membership.member.join(control)
+        take_role(control, membership.member, settings=settings)
         if control.adapters is not None:
             offers.take_adapters(control.adapters)
         self._server, self._weight_roots = settings.server, settings.updates.weight_roots
@@ -112,7 +120,9 @@ class MoeServer:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the address of this replica's page feed, which Serve passes to routers."""
-        return {} if self._feed is None else self._feed.address
+        if self._feed is None:
+            return {}
+        return {METADATA: {**self._feed.address[METADATA], IS_PREFILL: self._membership.member.is_prefill}}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the demand for Serve's autoscaler, which asks only if `max_replicas` is set."""
@@ -159,6 +169,7 @@ def build(args: dict[str, Any]) -> Application:
     Raises: SettingsError for a wrong key or value, with the nearest known key.
     """
     settings = settings_from(args)
+    check_roles(settings)
     deployment = MoeServer.options(
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         max_ongoing_requests=max_open_requests(settings.scheduler, num_data_ranks=settings.parallel.data_parallel_size),
@@ -214,10 +225,20 @@ def membership_of(settings: Settings, *, give_up: Callable[[], object]) -> Membe
     """Return this replica's membership in the fleet of its deployment."""
     context = serve.get_replica_context()
     state = RemoteState(partial(serve.get_deployment_actor, STATE_NAME))
-    member = FleetMember(
-        context.replica_tag, state, partial(listed_replicas, context.app_name, context.deployment), give_up
-    )
+    listed = partial(listed_replicas, context.app_name, context.deployment)
+    num_prefill = settings.replicas.num_prefill if routes_by_prefix(settings) else 0
+    member = FleetMember(context.replica_tag, state, listed, give_up, num_prefill=num_prefill)
     return Membership(member, fleet_calls(), state, settings.updates.staging_timeout_s)
+
+
+def take_role(control: EngineControl, member: FleetMember, *, settings: Settings) -> None:
+    """Have other replicas compute the long prompts of one that answers requests, if some do."""
+    if not member.num_prefill:
+        return
+    log.info("this replica %s", "computes prompts for others" if member.is_prefill else "answers requests")
+    if not member.is_prefill and control.pushes is not None:
+        min_tokens = prefill_chunk_tokens(settings.scheduler)
+        control.pushes.receive_from(PrefillPeers(member, fleet_calls()), min_tokens=min_tokens)
 
 
 def fleet_calls() -> FleetCalls:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from rayserve_moe.config.settings import ServerSettings
-from rayserve_moe.fleet.broadcast import Answers, collect, expected_of
+from rayserve_moe.fleet.broadcast import Answer, Answers, collect, expected_of
 from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.member import FleetMember, StateUnavailableError
 from rayserve_moe.fleet.wanted_state import RESTORE_S, WantedState
@@ -60,6 +60,12 @@ class OwnCalls:
         told = [name for name in self.replicas if name not in self.silent and name in self.listed]
         answers = [await answer(self.replicas[name], call, arguments=arguments) for name in told]
         return replace(collect(answers, expected_of(self.listed, members())), num_wanted=self.wanted)
+
+    async def ask_one(self, replica: str, call: str, *arguments: Any, timeout_s: float) -> Answer | None:
+        self.asked.append(call)
+        if replica not in self.replicas or replica in self.silent:
+            return None
+        return await answer(self.replicas[replica], call, arguments=arguments)
 
     async def num_wanted(self) -> int | None:
         return self.wanted

@@ -176,6 +176,27 @@ def every_section() -> dict:
                  "ttft_p50_s": 0.56, "ttft_p99_s": 25.2, "tokens_s": 1301.0, "hits": 0.875, "host_pages_offloaded": 7.0}
             ],
         },
+        "served_pages": {
+            "sessions": 16, "computed": 1024, "ideal": 1024, "bytes_per_token": 4096.0, "gap_ratios": [1.0, 1.25, 1.5],
+        },
+        "prefill_apart": {
+            "replica": "any", "long": 24_576, "link_gb_s": 10.0,
+            "rows": [
+                {"load": "chats", "rate": 8.0, "every_s": 4.0, "way": way, "gap_p50_s": 0.05, "gap_p99_s": gap,
+                 "goodput_s": 4.0, "ttft_p50_s": 0.07, "ttft_p99_s": 0.14, "long_ttft_s": seconds}
+                for way, gap, seconds in (("quiet", 0.1, 0.0), ("mixed", 0.125, 0.9))
+            ],
+        },
+        "prefill_served": {
+            "size": "tiny",
+            "kills": {"decode": {"kills": 20, "requests": 240, "lost": 0, "ids": 0, "rows": 0}},
+            "runs": {
+                "apart": [
+                    {"num_long": number, "gap_p50_s": gap, "gap_p99_s": 2 * gap, "long_s": 0.5}
+                    for number, gap in ((0, 0.01), (4, 0.0125))
+                ]
+            },
+        },
         "session_hints": {
             "replica": "any", "num_pages": 657, "edits": 0.125, "others": 4.0, "seeds": 2,
             "rows": [
@@ -486,6 +507,10 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("session_hints", "62.5%"),
         ("served_sessions", "0.75 (0.75-0.75)"),
         ("host_pages", "87.5%"),
+        ("served_pages", "1.25 (1.00-1.50)"),
+        ("prefill_apart", "| 1.25 "),
+        ("prefill_served", "1.25 (1.25-1.25)"),
+        ("prefill_served", "| 240 "),
         ("fleet_validation", "0.75"),
         ("router_time", "0.50"),
         ("http", "0.80 (0.80-0.80)"),

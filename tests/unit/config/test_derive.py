@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rayserve_moe.config import derive
+from rayserve_moe.config.load import settings_from
 from rayserve_moe.config.settings import (
     CacheSettings,
     ClusterSettings,
     ModelSettings,
     ParallelSettings,
     SchedulerSettings,
+    Settings,
     SettingsError,
 )
 
@@ -94,3 +96,23 @@ def test_a_group_does_without_whole_slices_or_single_emulated_hosts(cluster, par
     """Hosts, slices and data ranks."""
     sizes = derive.group_sizes(ClusterSettings(**cluster), ParallelSettings(**parallel))
     assert [(size.num_hosts, size.num_slices, size.data_parallel_size) for size in sizes] == expected
+
+
+def served(**values: object) -> Settings:
+    return settings_from({"model_path": "trained:calculator", **values})
+
+
+ROLES = {"num_replicas": 2, "num_prefill_replicas": 1, "host_cache_mib": 8}
+
+
+def test_roles_need_another_replica_and_memory_for_pages():
+    derive.check_roles(served())
+    derive.check_roles(served(**ROLES))
+    for change, message in (
+        ({"host_cache_mib": 0}, "num_prefill_replicas 1 needs host_cache_mib"),
+        ({"num_replicas": 1}, "num_prefill_replicas 1 leaves none of 1 replicas"),
+        ({"max_replicas": 4}, "num_prefill_replicas 1 leaves none of 1 replicas"),
+        ({"prefix_routing": "off"}, "num_prefill_replicas 1 needs prefix_routing"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            derive.check_roles(served(**ROLES | change))

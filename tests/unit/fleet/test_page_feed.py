@@ -16,7 +16,7 @@ from rayserve_moe.engine.command_queue import CommandQueue
 from rayserve_moe.engine.page_watch import PageWatch
 from rayserve_moe.fleet import page_feed, serve_router
 from rayserve_moe.fleet.choosing import Prompt
-from rayserve_moe.fleet.page_feed import METADATA, PageFeed
+from rayserve_moe.fleet.page_feed import IS_PREFILL, METADATA, PageFeed
 from rayserve_moe.fleet.page_log import ADDED, EVENTS, PageMessage
 from rayserve_moe.fleet.serve_router import FleetView
 from rayserve_moe.scheduling.page_digests import prompt_digests
@@ -111,6 +111,23 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix(replica):
 
     try:
         follow(check, replica.feed.address, other.feed.address)
+    finally:
+        other.feed.stop()
+
+
+def test_replicas_that_compute_prompts_answer_if_no_other_is_there(replica):
+    other = Replica()
+    other.cache(16)
+    prefills = {METADATA: {**other.feed.address[METADATA], IS_PREFILL: True}}
+
+    async def check(view: FleetView) -> None:
+        await become(lambda: all(map(view.index.is_known, ["0", "1"])))
+        replicas = {"0": replica.feed.address, "1": prefills}
+        assert {view.choose(prompt_of(17), replicas) for _ in range(9)} == {"0"}
+        assert view.choose(prompt_of(17), {"1": prefills}) == "1"
+
+    try:
+        follow(check, replica.feed.address, prefills)
     finally:
         other.feed.stop()
 

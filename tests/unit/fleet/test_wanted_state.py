@@ -111,3 +111,21 @@ def test_who_has_not_answered_is_named_and_errors_are_no_answers() -> None:
 def test_replicas_that_stop_are_not_waited_for_and_those_that_start_only_once_they_have_joined() -> None:
     listed = {"a": "RUNNING", "b": "STOPPING", "c": "STARTING", "d": "STARTING", "e": "UPDATING"}
     assert expected_of(listed, {"a", "b", "d"}) == {"a", "d", "e"}
+
+
+def test_the_first_to_join_compute_prompts_and_a_lost_one_leaves_its_role(state: WantedState) -> None:
+    for member in ("x", "y", "x"):
+        assert state.join(member, 0, num_prefill=1)
+    assert state.view().prefill == {"x"}
+    state.forget(["x"])
+    assert state.view().prefill == frozenset()
+    assert state.join("y", 0, num_prefill=1) and not state.view().prefill, "a member keeps its role"
+    assert state.join("z", 0, num_prefill=1) and state.view().prefill == {"z"}
+
+
+def test_a_restarted_actor_learns_the_roles_from_their_holders(clock: Clock) -> None:
+    state = WantedState(clock)
+    clock.now += RESTORE_S
+    assert state.join("decodes", 0) and state.join("prefills", 0, num_prefill=1 << 30)
+    assert state.join("late", 0, num_prefill=1)
+    assert state.view().prefill == {"prefills"}

@@ -22,7 +22,7 @@ from rayserve_moe.scheduling.sequence import KnownRows, Sequence
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.verify_rows import tokens_that_count
 
-SOURCES = ("computed", "cached", "recomputed")
+SOURCES = ("computed", "cached", "recomputed", "transferred")
 NO_VERSION = -1
 Places = tuple[np.ndarray, np.ndarray]
 """Slots of the store, and the stamps of their rows."""
@@ -133,6 +133,15 @@ class RoutingCapture(StepExtension):
         """Store rows for another allocation of a page."""
         slots, stamps = self._page_places(data_rank, page, generation)
         self._store.write(slots, stamps, rows=rows.rows, versions=rows.versions, parts=rows.parts)
+
+    def for_push(self, rows: PageRows) -> PageRows | None:
+        """Return rows without their version, for another server; None if they are not of the current weights."""
+        is_current = (rows.versions == len(self._versions) - 1).all()
+        return rows._replace(versions=np.zeros(0, np.int32)) if is_current else None
+
+    def from_push(self, rows: PageRows) -> PageRows:
+        """Return rows of another server, with the current version."""
+        return rows._replace(versions=np.full(len(rows.rows), len(self._versions) - 1, np.int32))
 
     def streamed(self, sequence: Sequence) -> RoutedExperts | None:
         """Return the rows of a running sequence that its client does not have yet; None if they are not streamed."""

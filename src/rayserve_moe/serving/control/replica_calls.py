@@ -12,6 +12,8 @@ from rayserve_moe.balancing.placement_file import placement_as_json, placement_i
 from rayserve_moe.checkpoints.bucket import Heads, SentAdapter, SentShares, WantedTensor, read_bucket
 from rayserve_moe.cluster.replica_engine import FirstWeights
 from rayserve_moe.engine.control import WeightOrder, WeightOutcome
+from rayserve_moe.engine.prefill import compute_pages
+from rayserve_moe.engine.pushed_pages import PromptRequest, Push, PushRefusedError
 from rayserve_moe.engine.updates.adapters import AdapterLoads
 from rayserve_moe.engine.updates.tensors import BucketOrder, UpdateConflictError
 from rayserve_moe.fleet.broadcast import Answer, Refusal
@@ -227,6 +229,14 @@ async def _stored_response(state: ApiState, response_id: str) -> StoredResponse 
     return state.responses.get(response_id)
 
 
+async def _prefill(state: ApiState, asked: PromptRequest) -> Push:
+    """Compute a prompt for another replica."""
+    try:
+        return await asyncio.wrap_future(compute_pages(state.loop, asked))
+    except PushRefusedError as refusal:
+        raise ApiError(409, f"no pages are sent: {refusal}", code=str(refusal)) from refusal
+
+
 async def _forget_response(state: ApiState, response_id: str) -> bool:
     return state.responses.drop(response_id)
 
@@ -258,6 +268,7 @@ CALLS: Calls = {
     "offered_weights": _offered_weights,
     "place_experts": _place_experts,
     "placement": _placement,
+    "prefill": _prefill,
     "stage": _stage,
     "statistics": _statistics,
     "stored_response": _stored_response,

@@ -69,7 +69,9 @@ def model_router(state: ApiState) -> APIRouter:
         about = {**_model_description(state), "version": package_version(), "kernels": kernels}
         if (alone := answers.by_replica.get("")) is not None:
             return json_answer({**about, "statistics": alone.value})
-        return json_answer({**about, **_fleet_fields(answers)})
+        prefill = sorted(state.membership.member.view.prefill) if state.membership else []
+        roles = {"prefill": prefill} if prefill else {}
+        return json_answer({**about, **_fleet_fields(answers), **roles})
 
     _add_versions(router, state)
     return router
