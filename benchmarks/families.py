@@ -92,8 +92,12 @@ CASES = {
         Family("nemotron-3-nano-30b-a3b", "v6e:2x2"),
         Family("nemotron-3-nano-30b-a3b", "v6e:2x4"),
         Family("nemotron-3-nano-30b-a3b", "v5p:2x2x1"),
+        Family("nemotron-3-super-120b-a12b", "v6e:4x4"),
+        Family("nemotron-3-super-120b-a12b", "v5p:2x2x1"),
         Family("ling-3.0-flash", "v6e:4x4"),
         Family("ling-3.0-flash", "v5p:2x2x2"),
+        Family("granite-4.0-h-small", "v6e:2x2"),
+        Family("granite-4.0-h-small", "v6e:2x4"),
     )
 }
 KEY = "families"
