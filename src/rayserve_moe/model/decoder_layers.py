@@ -136,34 +136,16 @@ def apply_layer(
     if kind.mixer != NO_PART:
         carry = add_mixer(params, carry, kind, place=place, inputs=inputs, config=config)
     if kind.ffn != NO_PART:
-        carry, routing = add_ffn(params, carry, kind, place=place, inputs=inputs, config=config)
+        hidden_TD, normed_TD = norm_for_ffn(params, carry, place=place, config=config)
+        rows = FfnRows(hidden_TD, normed_TD)
+        out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, kind=kind, layer=place.of_ffn, config=config)
+        added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
+        carry = carry._replace(hidden_TD=hidden_TD, added_TD=added_TD)
     if kind.has_scalar:
-        carry = multiply_by_scalar(params, carry, place=place)
+        scalar_1 = params["layer_scalars"]["scalar_L1"][place.layer]
+        hidden_TD = (carry.hidden_TD + carry.added_TD) * scalar_1
+        carry = carry._replace(hidden_TD=hidden_TD, added_TD=jnp.zeros_like(hidden_TD))
     return carry, routing
-
-
-def multiply_by_scalar(params: Parameters, carry: LayerCarry, *, place: LayerPlace) -> LayerCarry:
-    """Multiply the stream by the number of a layer."""
-    scalar_1 = params["layer_scalars"]["scalar_L1"][place.layer]
-    hidden_TD = (carry.hidden_TD + carry.added_TD) * scalar_1
-    return carry._replace(hidden_TD=hidden_TD, added_TD=jnp.zeros_like(hidden_TD))
-
-
-def add_ffn(
-    params: Parameters,
-    carry: LayerCarry,
-    kind: LayerSpec,
-    *,
-    place: LayerPlace,
-    inputs: StepInputs,
-    config: ModelConfig,
-) -> tuple[LayerCarry, LayerRouting | None]:
-    """Compute a feed-forward network with its norm; return the carry with its output as the addend, and the routing."""
-    hidden_TD, normed_TD = norm_for_ffn(params, carry, place=place, config=config)
-    rows = FfnRows(hidden_TD, normed_TD)
-    out_TD, routing = FFNS[kind.ffn].apply(params, rows, inputs, kind=kind, layer=place.of_ffn, config=config)
-    added_TD = _addend(params, out_TD, "ffn", kind=kind, layer=place.layer, config=config)
-    return carry._replace(hidden_TD=hidden_TD, added_TD=added_TD), routing
 
 
 def norm_for_ffn(

@@ -1,4 +1,4 @@
-"""Runs of layers that repeat a pattern of kinds, or that have any order of kinds. One loop computes a run."""
+"""Runs of layers that repeat a pattern of kinds. One loop computes a run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from rayserve_moe.model.spec import NO_PART, LayerSpec, ModelSpec
-
-MAX_BODIES = 6
-"""Maximum number of different layers in the loops of a model with recurrent layers, whose kernels compile slowly.
-
-With more, a single loop computes layers of all kinds, and each kind of mixer and of feed-forward network is compiled
-once (`mixed_layers`).
-"""
+from rayserve_moe.model.spec import LayerSpec, ModelSpec
 
 
 class LayerRun(NamedTuple):
-    """Neighbouring layers that repeat a period of one or several kinds, or all layers of a mixed run."""
+    """Neighbouring layers that repeat a period of one or several kinds."""
 
     period: tuple[LayerSpec, ...]
     """Kinds of the layers of a period, without their windows."""
@@ -29,8 +22,6 @@ class LayerRun(NamedTuple):
     """Number of layers ahead of the run with each kind of feed-forward network."""
     length: int
     """Number of periods."""
-    is_mixed: bool = False
-    """True if the loop computes a layer of any kind at a time; `period` then holds all layers, and `length` is 1."""
 
 
 def layer_runs(spec: ModelSpec, cuts: Sequence[int] = ()) -> Iterator[LayerRun]:
@@ -39,24 +30,15 @@ def layer_runs(spec: ModelSpec, cuts: Sequence[int] = ()) -> Iterator[LayerRun]:
     borders = sorted({0, len(kinds), *(cut for cut in cuts if 0 < cut < len(kinds))})
     first = 0
     for start, end in pairwise(borders):
-        found = periods(kinds[start:end])
-        is_mixed = sum(size for size, _ in found) > MAX_BODIES and _has_recurrent_layer(spec, kinds[start:end])
-        for size, length in [(end - start, 1)] if is_mixed else found:
+        for size, length in periods(kinds[start:end]):
             yield LayerRun(
                 tuple(kinds[first : first + size]),
                 first,
                 _counts([kind.mixer for kind in kinds], first),
                 _counts([kind.ffn for kind in kinds], first),
                 length,
-                is_mixed,
             )
             first += size * length
-
-
-def _has_recurrent_layer(spec: ModelSpec, kinds: Sequence[LayerSpec]) -> bool:
-    """Return True if any layer has a mixer without scores."""
-    mixers = {kind.mixer for kind in kinds} - {NO_PART}
-    return any(spec.mixer(name).score_shape() is None for name in mixers)
 
 
 def _counts(names: Sequence[str], end: int) -> dict[str, int]:

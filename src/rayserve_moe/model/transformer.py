@@ -18,18 +18,8 @@ from rayserve_moe.experts.routing import count_tokens
 from rayserve_moe.experts.slot_mapping import PlacementArrays
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.reference.layers import take_rows
-from rayserve_moe.model.decoder_layers import (
-    LayerCarry,
-    PeriodOutputs,
-    first_carry,
-    norm_rows,
-    scaled,
-    sketch_of,
-    step_inputs,
-    visit_period,
-)
-from rayserve_moe.model.layer_runs import LayerRun, layer_runs
-from rayserve_moe.model.mixed_layers import visit_mixed
+from rayserve_moe.model.decoder_layers import first_carry, norm_rows, scaled, sketch_of, step_inputs, visit_period
+from rayserve_moe.model.layer_runs import layer_runs
 from rayserve_moe.model.model_config import (
     NO_CAPTURES,
     Captures,
@@ -39,7 +29,6 @@ from rayserve_moe.model.model_config import (
     Parameters,
     Pools,
     StepAdapters,
-    StepInputs,
 )
 from rayserve_moe.model.vocabulary import local_logits, look_up
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart, vocabulary_part
@@ -119,8 +108,9 @@ def forward(  # noqa: PLR0913 (the options of a call)
     for run in layer_runs(config.spec, asked):
         if run.first in asked:
             entering[run.first] = carry.hidden_TD + carry.added_TD
-        visit = visit_mixed if run.is_mixed else _visit_periods
-        carry, found = visit(params, carry, run=run, inputs=inputs, config=config, captures=captures)
+        visit = partial(visit_period, params, run=run, inputs=inputs, config=config, captures=captures)
+        begin = carry._replace(num_done=jnp.int32(0))
+        carry, found = jax.lax.scan(lambda carry, _, visit=visit: visit(carry), begin, length=run.length)
         captured_runs += [_in_layer_order(found.routings)] if found.routings else []
         chosen_runs += [_in_layer_order(found.captured)] if found.captured else []
         sketch_runs += [_in_layer_order(found.sketches)] if found.sketches else []
@@ -135,23 +125,6 @@ def forward(  # noqa: PLR0913 (the options of a call)
     return ForwardOutput(
         hidden_TD, carry.pools, routing.ids_TK, counts_ME, tally_4, inputs_of, chosen_ITK, routing.gates_TK, audit
     )
-
-
-def _visit_periods(
-    params: Parameters,
-    carry: LayerCarry,
-    *,
-    run: LayerRun,
-    inputs: StepInputs,
-    config: ModelConfig,
-    captures: Captures,
-) -> tuple[LayerCarry, PeriodOutputs]:
-    """Compute all periods of a run; return the carry, and outputs stacked over the periods."""
-
-    def visit(carry: LayerCarry, _: None) -> tuple[LayerCarry, PeriodOutputs]:
-        return visit_period(params, carry, run=run, inputs=inputs, config=config, captures=captures)
-
-    return jax.lax.scan(visit, carry._replace(num_done=jnp.int32(0)), length=run.length)
 
 
 def _capacity(batch: TokenBatch, factor: jax.Array | None, *, config: ModelConfig) -> StepCapacity | None:

@@ -117,7 +117,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Execution:
-    """An instruction that the device executes. All branches of a conditional count, unless their shares are known."""
+    """An instruction that the device executes. All branches of a conditional count."""
 
     instruction: Instruction
     times: int
@@ -136,25 +136,6 @@ class ProgramText:
     """Instructions in execution order, by computation."""
     sources: dict[int, str] = field(default_factory=dict, repr=False)
     """Source lines by stack frame id (`source_lines`)."""
-    layer_parts: tuple[tuple[int, ...], ...] = ()
-    """Layers of each branch of the conditionals that choose a layer's parts (`model.mixed_layers.branch_counts`)."""
-
-    @cached_property
-    def branch_counts(self) -> dict[str, tuple[int, ...]]:
-        """Return `layer_parts` by the name of their conditional, which has no named scope.
-
-        Empty for a program without a loop over all of these layers.
-        """
-        instructions = [one for computation in self.computations.values() for one in computation]
-        num_layers = {sum(counts) for counts in self.layer_parts}
-        for loop in instructions:
-            if loop.opcode != "while" or {self.trips(loop)} != num_layers:
-                continue
-            bodies = (self.computations[name] for name in loop.called if name != condition_of(loop))
-            found = [one for body in bodies for one in body if one.opcode == "conditional" and not one.scope]
-            if [len(one.called) for one in found] == [len(counts) for counts in self.layer_parts]:
-                return {one.name: counts for one, counts in zip(found, self.layer_parts, strict=True)}
-        return {}
 
     def executions(self, computations: Iterable[str] = ()) -> Iterator[Execution]:
         """Yield executed instructions with loops and branches unfolded, of `computations` or of the whole program."""
@@ -181,10 +162,6 @@ class ProgramText:
             yield Execution(instruction, times, is_least, computation)
             if instruction.opcode not in _CONTROL:
                 continue
-            if counts := self.branch_counts.get(instruction.name):
-                for name, count in zip(instruction.called, counts, strict=True):
-                    yield from self._executions(name, times=times * count // sum(counts), is_least=is_least)
-                continue
             trips = self.trips(instruction) if instruction.opcode == "while" else 1
             for name in instruction.called:
                 if name != condition_of(instruction):
@@ -201,7 +178,7 @@ class ProgramText:
         return None
 
 
-def read_program(text: str, *, layer_parts: tuple[tuple[int, ...], ...] = ()) -> ProgramText:
+def read_program(text: str) -> ProgramText:
     """Parse the text of an optimised module. Raises ValueError if it has no entry computation."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
@@ -217,7 +194,7 @@ def read_program(text: str, *, layer_parts: tuple[tuple[int, ...], ...] = ()) ->
                 computations[current].append(_instruction(found))
     if not entry:
         raise ValueError("the text of the program has no entry computation")
-    return ProgramText(entry, computations, source_lines(text), layer_parts)
+    return ProgramText(entry, computations, source_lines(text))
 
 
 def _instruction(found: re.Match[str]) -> Instruction:

@@ -18,7 +18,6 @@ from rayserve_moe.execution.programs.specs import Program
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.execution.step.pytrees import DeviceState
 from rayserve_moe.execution.weights.placing import parameter_tree
-from rayserve_moe.model.mixed_layers import branch_counts
 from rayserve_moe.model.states import states_of
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.report import EstimateReport, Estimator
@@ -118,7 +117,6 @@ class ProgramReader:
         state = served.state(num_pages)
         self._plan, self._limit, self._estimator = served.config.plan, limit, estimator
         self._num_layers, self._num_rows = served.config.spec.num_layers, served.num_rows
-        self._branch_counts = branch_counts(served.config.spec)
         self._max_drafts = served.settings.speculation.max_drafts
         self._pieces = pieces_of(served, state)
         self._roofline_s = (bytes_on_device(served.weights) + bytes_on_device(state.pools)) / _bandwidth(topology)
@@ -138,7 +136,7 @@ class ProgramReader:
             compile_s=round(time.perf_counter() - lowered_at, 2),
             compile_cpu_s=round(time.process_time() - cpu_s, 2),
         )
-        text = read_program(compiled.as_text() or "", layer_parts=self._branch_counts)
+        text = read_program(compiled.as_text() or "")
         return replace(self._read(program, compiled, text), seconds=seconds, estimate=self._estimate(program, text))
 
     def _estimate(self, program: Program, text: ProgramText) -> EstimateReport | None:

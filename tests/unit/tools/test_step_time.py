@@ -31,7 +31,6 @@ from rayserve_moe.tools.estimate.rates import (
     calibrated,
 )
 from rayserve_moe.tools.estimate.step_time import Estimate, OpPrice, Pricing, estimate
-from rayserve_moe.tools.hlo_report import collectives_of
 from rayserve_moe.tools.hlo_text import Instruction, read_program
 
 V6E = CHIPS["v6e"]
@@ -189,62 +188,6 @@ def test_of_a_conditional_the_cheapest_branch_counts():
     assert "worked" not in {one.op.name for one in read().ops}
     only = PROGRAM.replace("false_computation=%cheap", "false_computation=%dear")
     assert "worked" in {one.op.name for one in read(only).ops}
-
-
-MIXED = """\
-HloModule step, is_scheduled=true
-
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %x = f32[8]{0} get-tuple-element(%p), index=1
-  %mixed = f32[8]{0} conditional(%i, %x, %x), branch_computations={%one, %two}, \
-metadata={op_name="jit(run)/shard_map/while/body/closed_call/cond"}
-  ROOT %out = (s32[], f32[8]{0}) tuple(%i, %mixed)
-}
-
-%condition (p.1: (s32[], f32[8])) -> pred[] {
-  %p.1 = (s32[], f32[8]{0}) parameter(0)
-  %i.1 = s32[] get-tuple-element(%p.1), index=0
-  %limit = s32[] constant(12)
-  ROOT %less = pred[] compare(%i.1, %limit), direction=LT
-}
-
-%one (a: f32[8]) -> f32[8] {
-  %a = f32[8]{0} parameter(0)
-  ROOT %sum = f32[8]{0} all-reduce(%a), replica_groups={{0,1}}, to_apply=%add
-}
-
-%two (b: f32[8]) -> f32[8] {
-  %b = f32[8]{0} parameter(0)
-  ROOT %worked = f32[8]{0} fusion(%b), kind=kLoop, calls=%other
-}
-
-%other (o: f32[8]) -> f32[8] {
-  %o = f32[8]{0} parameter(0)
-  ROOT %squared = f32[8]{0} multiply(%o, %o)
-}
-
-ENTRY %main (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %arg = (s32[], f32[8]{0}) parameter(0)
-  ROOT %layers = (s32[], f32[8]{0}) while(%arg), condition=%condition, body=%body, \
-metadata={op_name="jit(run)/shard_map/while"}
-}
-"""
-"""A loop over twelve layers, of which nine have the first part."""
-
-
-@pytest.mark.parametrize(
-    ("layer_parts", "sums", "works"), [(((9, 3),), 9, 3), (((3, 9),), 3, 9), (((9, 4),), 12, 0), ((), 12, 0)]
-)
-def test_branches_of_mixed_layers_count_as_often_as_layers_have_them(
-    layer_parts: tuple[tuple[int, ...], ...], sums: int, works: int
-):
-    program = read_program(MIXED, layer_parts=layer_parts)
-    assert [each.times for each in collectives_of(program)] == [sums]
-    reader = ProgramReader(program, Schedules(program, SCHEDULES), Slice(V6E, ((0, 0, 0), (1, 0, 0))), WORK)
-    times = {one.op.name: 12 * one.times for one in estimate(reader.tree(), chip=V6E, work=WORK).ops}
-    assert times.get("worked", 0) == pytest.approx(works)
 
 
 def test_what_was_started_earlier_costs_what_is_not_hidden():

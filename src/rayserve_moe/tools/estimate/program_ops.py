@@ -82,8 +82,6 @@ class Branches:
     """Blocks of a conditional; a run executes a single block."""
 
     options: list[Block]
-    shares: tuple[float, ...] = ()
-    """Share of the runs that execute each block; empty if unknown."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +108,7 @@ class ProgramReader:
                 case "while":
                     block.items.append(self._loop(instruction, by_name))
                 case "conditional":
-                    counts = self.program.branch_counts.get(instruction.name, ())
-                    shares = tuple(count / sum(counts) for count in counts)
-                    block.items.append(Branches([self._block(name) for name in instruction.called], shares))
+                    block.items.append(Branches([self._block(name) for name in instruction.called]))
                 case "call" | "call-start":
                     for name in instruction.called:
                         block.items.extend(_moved(self._block(name).items, by=len(block.items)))

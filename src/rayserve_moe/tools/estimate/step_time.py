@@ -224,8 +224,7 @@ class Pricing:
                 case Loop():
                     yield from self.ops(item.body, times=times * item.trips, in_layer=in_layer)
                 case Branches():
-                    for option, share in self._weighed(item):
-                        yield from self.ops(option, times=times * share, in_layer=in_layer)
+                    yield from self.ops(self._cheapest(item), times=times, in_layer=in_layer)
 
     def costs(self, block: Block) -> list[float]:
         """Return the seconds of each item of a block."""
@@ -237,7 +236,7 @@ class Pricing:
                 case Loop():
                     seconds.append(sum(self.costs(item.body)) * item.trips)
                 case Branches():
-                    seconds.append(sum(share * sum(self.costs(option)) for option, share in self._weighed(item)))
+                    seconds.append(sum(self.costs(self._cheapest(item))))
         return seconds
 
     def _of_op(self, op: Op, block: Block, before: list[float]) -> float:
@@ -263,11 +262,8 @@ class Pricing:
         taken = item.link_s if op.link_s else OpPrice(item, self.chip, self.rates).hbm_s
         return max(0.0, cost - taken)
 
-    def _weighed(self, branches: Branches) -> list[tuple[Block, float]]:
-        """Return the blocks with the shares of the runs that execute them; the cheapest alone if these are unknown."""
-        if branches.shares:
-            return [*zip(branches.options, branches.shares, strict=True)]
-        return [(min(branches.options, key=lambda option: sum(self.costs(option)), default=Block()), 1.0)]
+    def _cheapest(self, branches: Branches) -> Block:
+        return min(branches.options, key=lambda option: sum(self.costs(option)), default=Block())
 
 
 def _sum(ops: Iterator[OpTime]) -> Part:
