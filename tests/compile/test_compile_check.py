@@ -115,15 +115,6 @@ def test_states_and_rings_are_advanced_where_they_lie(model, topology):
 
 
 @pytest.mark.slow
-def test_layers_of_many_kinds_are_computed_where_their_states_lie():
-    """A single loop with conditionals; calls in branches count as often as layers have them."""
-    settings = {"max_running_requests": 8, "max_step_tokens": 128, "page_size": 64}
-    (program,) = check(case_of("kimi-linear-48b-a3b", "v6e:2x4", settings, num_layers=12), names=("decode_8",)).programs
-    assert_sound(program)
-    assert (program.kernels["delta_rule"], program.kernels["paged_attention"]) == (9, 3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "topology", "values"),
     [("gemma-4-26b-a4b", "v6e:2x2", {}), ("mimo-v2-flash", "v6e:4x4", {"tp": 4, "expert_dtype": "int8"})],
