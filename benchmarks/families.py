@@ -87,13 +87,19 @@ CASES = {
         Family("mimo-v2-flash", "v6e:4x4", 4, "int8"),
         Family("mimo-v2-flash", "v6e:4x8", 8),
         Family("mimo-v2-flash", "v5p:2x2x1", 4, "int8"),
+        Family("kimi-linear-48b-a3b", "v6e:2x2"),
         Family("kimi-linear-48b-a3b", "v6e:2x4"),
         Family("kimi-linear-48b-a3b", "v5p:2x2x1"),
         Family("nemotron-3-nano-30b-a3b", "v6e:2x2"),
         Family("nemotron-3-nano-30b-a3b", "v6e:2x4"),
         Family("nemotron-3-nano-30b-a3b", "v5p:2x2x1"),
+        Family("nemotron-3-super-120b-a12b", "v6e:2x4", 8, "int8"),
+        Family("nemotron-3-super-120b-a12b", "v6e:4x4", 8),
+        Family("nemotron-3-super-120b-a12b", "v5p:2x2x1"),
         Family("ling-3.0-flash", "v6e:4x4"),
         Family("ling-3.0-flash", "v5p:2x2x2"),
+        Family("granite-4.0-h-small", "v6e:2x2"),
+        Family("granite-4.0-h-small", "v6e:2x4"),
     )
 }
 KEY = "families"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf_layout import ARCHITECTURES, sizes_of, tensors_of
+from gguf_layout import ARCHITECTURES, tensors_of
+from gguf_sizes import sizes_of
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 

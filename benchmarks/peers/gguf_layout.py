@@ -1,4 +1,4 @@
-"""What llama.cpp calls the sizes and the tensors of a checkpoint, and how it holds them; numpy alone."""
+"""What llama.cpp calls the tensors of a checkpoint, and how it holds them; numpy alone."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ ARCHITECTURES = {
     QWEN3_5: "qwen35moe",
     GEMMA_4: "gemma4",
     "mimo_v2_flash": "mimo2",
+    "nemotron_h": "nemotron_h_moe",
+    "granitemoehybrid": "granitehybrid",
 }
 """By `model_type`."""
 
@@ -63,6 +65,17 @@ TENSORS = {
     **{f"mlp.experts.*.{theirs}": ours.format(kind="_exps") for theirs, ours in _MLP.items()},
 }
 """Tensors that are held as files hold them, and the experts of a layer, one upon the other."""
+_MAMBA = {
+    "in_proj.weight": "ssm_in.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "conv1d.bias": "ssm_conv1d.bias",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
+"""Tensors of Mamba-2, by the ends of their names."""
 _NORM_AFTER_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
 OTHER_TENSORS = {
     "gpt-oss": _NORM_AFTER_ATTENTION,
@@ -81,164 +94,32 @@ OTHER_TENSORS = {
         "experts.gate_up_proj": "ffn_gate_up_exps.weight",
         "experts.down_proj": "ffn_down_exps.weight",
     },
+    "nemotron_h_moe": {
+        "backbone.embeddings.weight": "token_embd.weight",
+        "backbone.norm_f.weight": "output_norm.weight",
+        "norm.weight": "attn_norm.weight",
+        **{f"mixer.{theirs}": ours for theirs, ours in _MAMBA.items()},
+        **{f"mixer.{part}_proj.weight": f"attn_{part}.weight" for part in "qkv"},
+        "mixer.o_proj.weight": "attn_output.weight",
+        "mixer.gate.weight": "ffn_gate_inp.weight",
+        "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+        **{f"mixer.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("up", "down")},
+        **{f"mixer.experts.*.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in ("up", "down")},
+    },
+    "granitehybrid": {
+        **{f"mamba.{theirs}": ours for theirs, ours in _MAMBA.items()},
+        "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight",
+        "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
+        "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+    },
 }
 """Further names of tensors, and other ones, by architecture."""
-OTHER_KEYS = {"rms_norm_eps": "layernorm_epsilon", "num_experts_per_tok": "top_k_experts"}
-"""Keys that a family has in place of others."""
 NEVER_TURNS = 1e30
 """Divisor of the frequency of a pair that does not turn."""
-ALWAYS_WIDE = ("ffn_gate_inp.weight", ".bias", "ssm_conv1d.weight")
+ALWAYS_WIDE = ("ffn_gate_inp.weight", ".bias", "ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
 """Float32 in every file, as are vectors."""
 
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*?)(?:(?<=experts\.)(\d+)(\..*))?$")
-
-
-def sizes_of(config: dict[str, Any]) -> dict[str, int | float | bool | str | list[int]]:
-    """Return sizes under llama.cpp's names, without the prefix of the architecture. KeyError for other families."""
-    config = {key: config[other] for key, other in OTHER_KEYS.items() if other in config} | config
-    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    rope |= rope.get("full_attention", {})
-    return {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        **({"feed_forward_length": config["intermediate_size"]} if "intermediate_size" in config else {}),
-        "block_count": config["num_hidden_layers"],
-        "vocab_size": config["vocab_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "rope.freq_base": float(rope["rope_theta"]),
-        "expert_used_count": config["num_experts_per_tok"],
-        **_FAMILY_SIZES[config["model_type"]](config),
-        **(_yarn_sizes(rope) if rope.get("rope_type") == "yarn" else {}),
-    }
-
-
-def _olmoe_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    return {"expert_count": config["num_experts"]}
-
-
-def _qwen3_moe_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "expert_count": config["num_experts"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-    }
-
-
-def _qwen3_5_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes with sections, which tell positions in pictures apart; text has the same position in all."""
-    rotated = config["rope_parameters"]["partial_rotary_factor"]
-    return {
-        **_qwen3_moe_sizes(config),
-        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
-        "rope.dimension_count": int(config["head_dim"] * rotated),
-        "rope.dimension_sections": [11, 11, 10, 0],
-        "full_attention_interval": config["full_attention_interval"],
-        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-        "ssm.state_size": config["linear_key_head_dim"],
-        "ssm.group_count": config["linear_num_key_heads"],
-        "ssm.time_step_rank": config["linear_num_value_heads"],
-        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
-    }
-
-
-def _gpt_oss_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "attention.sliding_window": config["sliding_window"],
-        "expert_count": config["num_local_experts"],
-        "expert_feed_forward_length": config["intermediate_size"],
-    }
-
-
-def _deepseek_v3_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes with one KV head, the latent with the rotated key; `_mla` are the sizes of a head."""
-    latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    return {
-        "attention.head_count_kv": 1,
-        "attention.q_lora_rank": config["q_lora_rank"],
-        "attention.kv_lora_rank": latent,
-        "attention.key_length": latent + rotated,
-        "attention.value_length": latent,
-        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
-        "attention.value_length_mla": config["v_head_dim"],
-        "rope.dimension_count": rotated,
-        "leading_dense_block_count": config["first_k_dense_replace"],
-        "expert_count": config["n_routed_experts"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "expert_shared_count": config["n_shared_experts"],
-        "expert_group_count": config["n_group"],
-        "expert_group_used_count": config["topk_group"],
-        "expert_weights_scale": config["routed_scaling_factor"],
-        "expert_weights_norm": config["norm_topk_prob"],
-        "expert_gating_func": {"softmax": 1, "sigmoid": 2}[config["scoring_func"]],
-    }
-
-
-def _gemma_4_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes where all pairs of full heads turn: `tensors_of` divides the frequencies of the others."""
-    are_windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
-    heads, full = config["head_dim"], config["global_head_dim"]
-    kv_heads = config["num_global_key_value_heads"], config["num_key_value_heads"]
-    return {
-        "attention.head_count_kv": [kv_heads[is_windowed] for is_windowed in are_windowed],
-        "attention.key_length": full,
-        "attention.value_length": full,
-        "attention.key_length_swa": heads,
-        "attention.value_length_swa": heads,
-        "attention.sliding_window": config["sliding_window"],
-        "attention.sliding_window_pattern": are_windowed,
-        "attention.shared_kv_layers": config["num_kv_shared_layers"],
-        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
-        "expert_count": config["num_experts"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "final_logit_softcapping": config["final_logit_softcapping"],
-        "rope.dimension_count": full,
-        "rope.dimension_count_swa": heads,
-        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
-    }
-
-
-def _mimo_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    are_windowed = [bool(flag) for flag in config["hybrid_layer_pattern"]]
-    kv_heads = config["num_key_value_heads"], config["swa_num_key_value_heads"]
-    return {
-        "attention.head_count_kv": [kv_heads[is_windowed] for is_windowed in are_windowed],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["v_head_dim"],
-        "attention.value_scale": config["attention_value_scale"],
-        "attention.sliding_window": config["sliding_window"],
-        "attention.sliding_window_pattern": are_windowed,
-        "expert_count": config["n_routed_experts"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "rope.dimension_count": int(config["head_dim"] * config["partial_rotary_factor"]),
-        "rope.freq_base_swa": config["swa_rope_theta"],
-    }
-
-
-_FAMILY_SIZES = {
-    "qwen3_moe": _qwen3_moe_sizes,
-    "olmoe": _olmoe_sizes,
-    "deepseek_v3": _deepseek_v3_sizes,
-    "gpt_oss": _gpt_oss_sizes,
-    QWEN3_5: _qwen3_5_sizes,
-    GEMMA_4: _gemma_4_sizes,
-    "mimo_v2_flash": _mimo_sizes,
-}
-
-
-def _yarn_sizes(rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of YaRN; llama.cpp always rounds the ends of the ramp to whole dimensions."""
-    return {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": rope["factor"],
-        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        "rope.scaling.yarn_beta_fast": rope["beta_fast"],
-        "rope.scaling.yarn_beta_slow": rope["beta_slow"],
-    }
+_IN_LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.*?)(?:(?<=experts\.)(\d+)(\..*))?$")
 
 
 def tensors_of(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
@@ -282,6 +163,12 @@ def _held(part: str, array: np.ndarray, config: dict[str, Any], names: dict[str,
         is_bias = part.endswith("_bias")
         kind, rows = "bias" if is_bias else "weight", array if is_bias else array.swapaxes(1, 2)
         return [(f"ffn_{name}_exps.{kind}", rows[:, start::2]) for start, name in enumerate(("gate", "up"))]
+    if part.endswith("input_linear.weight"):
+        kind = "shexp" if part.startswith("shared") else "exps"
+        halves = zip(("gate", "up"), np.split(array, 2, axis=-2), strict=True)
+        return [(f"ffn_{name}_{kind}.weight", half) for name, half in halves]
+    if part.startswith(("mixer.", "mamba.")):
+        return [(names[part], _mamba_held(part.partition(".")[2], array, config))]
     if part.startswith("linear_attn."):
         return [(names[part], _delta_held(part.removeprefix("linear_attn."), array, config))]
     if part == "mlp.shared_expert_gate.weight":
@@ -293,6 +180,18 @@ def _full_scale(name: str, array: np.ndarray) -> np.ndarray:
     """Return scales of norms as they multiply: files hold them without 1, except the norm of gated delta layers."""
     is_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
     return np.float32(1) + widened(array) if is_offset else array
+
+
+def _mamba_held(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """Return a tensor of a Mamba-2 layer: numbers of heads in rows, taps by channel, the norm by group."""
+    if name in ("A_log", "D"):
+        column = widened(array).reshape(-1, 1)
+        return -np.exp(column) if name == "A_log" else column
+    if name == "conv1d.weight":
+        return widened(array.reshape(len(array), -1))
+    if name == "norm.weight":
+        return widened(array.reshape(config.get("n_groups", config.get("mamba_n_groups")), -1))
+    return array
 
 
 def _delta_held(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:

@@ -29,8 +29,8 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.parity
 
-CASES = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0")
-"""The last layer of the second is recurrent."""
+CASES = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0", "nemotron_h-0", "nemotron_h-1")
+"""The last layer of the second is recurrent; experts of the last one live in a latent space."""
 MAX_DIFFERENCE = 2 * comparison.MAX_RECURRENT_DIFFERENCE
 """Bound relative to the largest feature or logit.
 
@@ -70,22 +70,8 @@ class PredictionReference:
         """Tensors of the layer, with experts in the form that the modules have."""
         return {f"mtp.{name}": array.numpy() for name, array in self.parts.state_dict().items()}
 
-    @torch.no_grad()
-    def ahead(self, token_ids: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Return features [count, D], logits [count, V] and ids of `count` drafts after a sequence."""
-        known = list(token_ids[1:])
-        made = self._model.model(torch.tensor([list(token_ids[:-1])]), use_cache=False).last_hidden_state
-        features, logits, drafts = [], [], []
-        for _ in range(count):
-            out = self._step(torch.tensor([known]), made)
-            features.append(out[0, -1].numpy())
-            logits.append(self._model.lm_head(out[0, -1]).numpy())
-            drafts.append(int(logits[-1].argmax()))
-            known.append(drafts[-1])
-            made = torch.cat([made, out[:, -1:]], dim=1)
-        return np.stack(features), np.stack(logits), drafts
-
-    def _step(self, token_ids: Any, features: Any) -> Any:
+    def step(self, token_ids: Any, features: Any) -> Any:
+        """Return the features of the next tokens."""
         parts, length = self.parts, token_ids.shape[1]
         embedded = parts["pre_fc_norm_embedding"](self._model.model.embed_tokens(token_ids))
         hidden = parts["fc"](torch.cat([embedded, parts["pre_fc_norm_hidden"](features)], dim=-1))
@@ -96,21 +82,83 @@ class PredictionReference:
         return parts["norm"](hidden)
 
 
-def written(name: str, directory: Path) -> tuple[Path, PredictionReference]:
+class NemotronPrediction:
+    """A model of transformers with attention and experts of a random prediction layer, in a block each."""
+
+    def __init__(self, model: Any, *, seed: int) -> None:
+        config = model.config
+        self._model = model
+        norm_class, block_class = type(model.model.norm_f), type(model.model.layers[0])
+        norms = {
+            name: norm_class(config.hidden_size, eps=config.layer_norm_epsilon)
+            for name in ("0.enorm", "0.hnorm", "1.final_layernorm")
+        }
+        blocks = [
+            block_class(config, config.layers_block_type.index(kind)).eval() for kind in ("full_attention", "moe")
+        ]
+        fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        named = {name.replace(".", "_"): norm for name, norm in norms.items()}
+        self.parts = torch.nn.ModuleDict({**named, "0_eh_proj": fc, "0": blocks[0], "1": blocks[1]}).eval()
+        live.perturb(self.parts, torch.Generator().manual_seed(seed), width=config.hidden_size)
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Tensors of the layer under public loaders' names, each expert apart."""
+        found = {}
+        for name, array in self.parts.state_dict().items():
+            name = f"mtp.layers.{name.replace('_', '.', 1) if name[1] == '_' else name}"
+            if ".experts." in name:
+                prefix, _, part = name.rpartition(".")
+                found |= {f"{prefix}.{expert}.{part}.weight": own.numpy() for expert, own in enumerate(array)}
+            else:
+                found[name] = array.numpy()
+        return found
+
+    def step(self, token_ids: Any, features: Any) -> Any:
+        """Return the features of the next tokens."""
+        parts, length = self.parts, token_ids.shape[1]
+        embedded = parts["0_enorm"](self._model.model.embeddings(token_ids))
+        hidden = parts["0_eh_proj"](torch.cat([embedded, parts["0_hnorm"](features)], dim=-1))
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        hidden = parts["0"](hidden, attention_mask=mask, position_ids=torch.arange(length)[None])
+        return parts["1_final_layernorm"](parts["1"](hidden))
+
+
+@torch.no_grad()
+def ahead(
+    model: Any, reference: PredictionReference | NemotronPrediction, token_ids: Sequence[int], count: int
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Return features [count, D], logits [count, V] and ids of `count` drafts after a sequence."""
+    known = list(token_ids[1:])
+    made = model.model(torch.tensor([list(token_ids[:-1])]), use_cache=False).last_hidden_state
+    features, logits, drafts = [], [], []
+    for _ in range(count):
+        out = reference.step(torch.tensor([known]), made)
+        features.append(out[0, -1].numpy())
+        logits.append(model.lm_head(out[0, -1]).numpy())
+        drafts.append(int(logits[-1].argmax()))
+        known.append(drafts[-1])
+        made = torch.cat([made, out[:, -1:]], dim=1)
+    return np.stack(features), np.stack(logits), drafts
+
+
+def written(name: str, directory: Path) -> tuple[Path, Any, PredictionReference | NemotronPrediction]:
+    """Write a model with a random prediction layer; return its path, the model, and the layer."""
     case = next(case for case in FAMILY_CASES if case.name == name)
     config = AutoConfig.for_model(case.family, **copy.deepcopy(case.config))
     model = live.FamilyReference(live.random_model(config, seed=case.variant + 1))
     path = model.save(directory)
-    reference = PredictionReference(model.model, seed=7)
+    is_nemotron = case.family == "nemotron_h"
+    reference = (NemotronPrediction if is_nemotron else PredictionReference)(model.model, seed=7)
     tensors = load_file(path / "model.safetensors") | reference.tensors()
-    assert "mtp.layers.0.mlp.experts.gate_up_proj" in tensors, "beside a decoder with a tensor per expert"
+    fused = "mtp.layers.0.mlp.experts.gate_up_proj"
+    assert is_nemotron or fused in tensors, "beside a decoder with a tensor per expert"
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path, reference
+    return path, model.model, reference
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_features_logits_and_drafts_are_those_of_the_modules(tmp_path: Path, name: str, record_property: Any):
-    path, reference = written(name, tmp_path)
+    path, model, reference = written(name, tmp_path)
     proposer, differences = ModelProposer("drafts"), []
     prompts = np.random.default_rng(1).integers(3, 128, 70)
     requests = [request_for(prompts[:55], max_new_tokens=16), request_for(prompts[20:70], max_new_tokens=9)]
@@ -119,7 +167,8 @@ def test_features_logits_and_drafts_are_those_of_the_modules(tmp_path: Path, nam
 
         def check(cycle: StepCycle, _: int) -> Iterable[Running]:
             for sequence in (each for each in cycle.scheduler.running if each.num_outputs):
-                features, logits, drafts = reference.ahead(sequence.token_ids[: sequence.num_tokens].tolist(), DRAFTS)
+                ids = sequence.token_ids[: sequence.num_tokens].tolist()
+                features, logits, drafts = ahead(model, reference, ids, DRAFTS)
                 (row,) = (row for row, other in enumerate(cycle.scheduler.table.sequences) if other is sequence)
                 kept = np.asarray(engine.runner.state.draft.features_RD)[row]
                 found = logits_of()[row]

@@ -27,7 +27,7 @@ LENGTHS = ((5, 70), (60, 75), (64, 70), (100, 100), (129, 70))
 """Tokens of prompts and answers; every answer passes a multiple of 64."""
 CUTS = (1, 5, 30, 64, 69)
 """Generated tokens that the lost replica has committed."""
-OTHERS = ("qwen3_next-1", "kimi_linear-0", "bailing_hybrid-0", "nemotron_h-0")
+OTHERS = ("qwen3_next-1", "kimi_linear-0", "bailing_hybrid-0", "nemotron_h-0", "granitemoehybrid-0")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 Replicas = tuple[HostRunner, HostRunner]
 

@@ -51,6 +51,33 @@ _MIMO: dict[str, Any] = {
     "scoring_func": "sigmoid", "topk_method": "noaux_tc",
 }  # fmt: skip
 
+_NEMOTRON: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True, "residual_in_fp32": False,
+    "time_step_min": 0.001, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "conv_kernel": 4,
+}  # fmt: skip
+_GRANITE_4: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "rms_norm_eps": 1e-5,
+    "attention_bias": False, "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0,
+    "logits_scaling": 4.0, "residual_multiplier": 0.22, "position_embedding_type": "nope", "mamba_conv_bias": True,
+    "mamba_proj_bias": False, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_groups": 1,
+}  # fmt: skip
+
+
+def _nemotron(sizes: dict[str, Any], pattern: str, **more: Any) -> dict[str, Any]:
+    """Return a config with a layer for each letter: Mamba-2, attention (`*`) or experts."""
+    found = _NEMOTRON | sizes | {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)} | more
+    return {key: value for key, value in found.items() if key != "hidden_act"}
+
+
+def _granite_4(sizes: dict[str, Any], *, every: int, **more: Any) -> dict[str, Any]:
+    """Return a config whose every `every`-th layer attends."""
+    found = _GRANITE_4 | sizes | more
+    kinds = ["mamba" if (layer + 1) % every else "attention" for layer in range(found["num_hidden_layers"])]
+    return found | {"layer_types": kinds, "tie_word_embeddings": True}
+
 
 def _gpt_oss(sizes: dict[str, Any], **more: Any) -> dict[str, Any]:
     layer_types = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
@@ -183,6 +210,36 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
         _MID, full=(0, 5, 11), num_key_value_heads=2, swa_num_key_value_heads=4, head_dim=192, v_head_dim=128,
         intermediate_size=4096, moe_intermediate_size=384, n_routed_experts=64, num_experts_per_tok=8,
         sliding_window=128,
+    ),
+    # Mamba-2, attention without rotation, and experts without a gate, each in a layer of its own:
+    # 1.8 M, 118 M and 982 M
+    "nemotron-3-tiny": _nemotron(
+        _TINY, "MEM*EME", num_key_value_heads=2, head_dim=32, mamba_num_heads=8, mamba_head_dim=32, n_groups=2,
+        ssm_state_size=32, moe_intermediate_size=96, moe_shared_expert_intermediate_size=128, n_routed_experts=16,
+        num_experts_per_tok=4,
+    ),
+    "nemotron-3-small": _nemotron(
+        _SMALL, "MEMEM*EMEMEM*EME", num_key_value_heads=2, head_dim=128, mamba_num_heads=16, mamba_head_dim=64,
+        n_groups=2, ssm_state_size=128, moe_intermediate_size=384, moe_shared_expert_intermediate_size=768,
+        n_routed_experts=32, num_experts_per_tok=4,
+    ),
+    "nemotron-3-mid": _nemotron(
+        _MID, "MEMEM*EMEMEM*EMEMEM*EME", num_key_value_heads=2, head_dim=128, mamba_num_heads=32, mamba_head_dim=64,
+        n_groups=2, ssm_state_size=128, moe_intermediate_size=640, moe_shared_expert_intermediate_size=1280,
+        n_routed_experts=64, num_experts_per_tok=6,
+    ),
+    # Mamba-2 or attention without rotation, then gated experts beside a shared one: 2.1 M, 106 M and 962 M
+    "granite-4-tiny": _granite_4(
+        _TINY, every=4, num_key_value_heads=2, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=32,
+        intermediate_size=64, shared_intermediate_size=64, num_local_experts=16, num_experts_per_tok=4,
+    ),
+    "granite-4-small": _granite_4(
+        _SMALL, every=4, num_key_value_heads=2, mamba_n_heads=16, mamba_d_head=64, mamba_d_state=128,
+        intermediate_size=192, shared_intermediate_size=384, num_local_experts=36, num_experts_per_tok=5,
+    ),
+    "granite-4-mid": _granite_4(
+        _MID, every=6, num_key_value_heads=4, mamba_n_heads=32, mamba_d_head=64, mamba_d_state=128,
+        intermediate_size=320, shared_intermediate_size=640, num_local_experts=72, num_experts_per_tok=8,
     ),
 }  # fmt: skip
 """By the name that follows `synthetic:`."""

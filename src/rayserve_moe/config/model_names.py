@@ -12,7 +12,9 @@ SCHEME = "hf://"
 SYNTHETIC = "synthetic"
 SYNTHETIC_NAMES = tuple(
     name if family == "qwen3" else f"{family}-{name}"
-    for family in ("qwen3", "qwen3.5", "olmoe", "deepseek-v3", "gpt-oss", "gemma-4", "mimo-v2-flash")
+    for family in (
+        *("qwen3", "qwen3.5", "olmoe", "deepseek-v3", "gpt-oss", "gemma-4", "mimo-v2-flash", "nemotron-3", "granite-4"),
+    )
     for name in ("tiny", "small", "mid")
 )
 """Random checkpoints that are written at the first start, named as in `synthetic:tiny`."""

@@ -23,7 +23,7 @@ from tests.support.speculation.random_requests import DRAFTS, PLAIN, SPECULATES,
 
 BEHIND = ("deepseek_v3-0", "glm4_moe-0", "deepseek_v32-0", "glm_moe_dsa-1")
 """Models whose prediction layer follows the last layer and has its kind."""
-BESIDE = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0", "bailing_hybrid-0")
+BESIDE = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0", "bailing_hybrid-0", "nemotron_h-0", "nemotron_h-1")
 """Models with recurrent layers. The prediction layer has full attention, even if the last layer is recurrent."""
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 

@@ -303,11 +303,11 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
         {
             **_GRANITE_4, "layers_block_type": ["linear_attention", "linear_attention", "full_attention"],
             "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 2.0,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": True, "mamba_n_groups": 2,
         },
         {
             **_GRANITE_4, "layers_block_type": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4,
-            "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_conv_bias": False,
+            "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_conv": 3, "mamba_conv_bias": False,
             "position_embedding_type": "rope", "attention_bias": True, "attention_multiplier": 0.3,
             "num_key_value_heads": 4,
         },

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from benchmarks.peers.agreement import model_of, num_equal
-from benchmarks.peers.gguf_layout import sizes_of, tensors_of, widened
+from benchmarks.peers.gguf_layout import tensors_of, widened
+from benchmarks.peers.gguf_sizes import sizes_of
 from rayserve_moe.checkpoints.synthetic import write_checkpoint
 
 FAMILIES = ["tiny", "olmoe-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "gemma-4-tiny", "mimo-v2-flash-tiny"]
@@ -126,6 +127,45 @@ def test_every_number_of_a_hybrid_model_is_held(tmp_path):
         assert held[f"blk.0.{name}"].dtype == np.float32
     assert held["blk.0.ffn_gate_inp_shexp.weight"].ndim == 1
     assert "blk.3.post_attention_norm.weight" in held
+
+
+@pytest.mark.parametrize(
+    ("size", "prefix"), [("nemotron-3-tiny", "backbone.layers.0.mixer."), ("granite-4-tiny", "model.layers.0.mamba.")]
+)
+def test_every_number_of_mamba_layers_is_held(size, prefix, tmp_path):
+    theirs, held, config = named(size, tmp_path)
+    assert sum(array.size for array in held.values()) == sum(array.size for array in theirs.values())
+    groups = sizes_of(config)["ssm.group_count"]
+    expected = {
+        "ssm_in.weight": theirs[f"{prefix}in_proj.weight"],
+        "ssm_a": -np.exp(theirs[f"{prefix}A_log"])[:, None],
+        "ssm_d": theirs[f"{prefix}D"][:, None],
+        "ssm_dt.bias": theirs[f"{prefix}dt_bias"],
+        "ssm_conv1d.weight": theirs[f"{prefix}conv1d.weight"][:, 0],
+        "ssm_conv1d.bias": theirs[f"{prefix}conv1d.bias"],
+        "ssm_norm.weight": theirs[f"{prefix}norm.weight"].reshape(groups, -1),
+        "ssm_out.weight": theirs[f"{prefix}out_proj.weight"],
+    }
+    for name, array in expected.items():
+        np.testing.assert_array_equal(held[f"blk.0.{name}"], array)
+
+
+def test_layers_of_one_part_have_a_norm_and_their_kind_by_sizes(tmp_path):
+    _, held, config = named("nemotron-3-tiny", tmp_path)
+    sizes, pattern = sizes_of(config), config["hybrid_override_pattern"]
+    assert [layer for layer, heads in enumerate(sizes["attention.head_count_kv"]) if heads] == [pattern.index("*")]
+    assert "".join("E" if width else "M" for width in sizes["feed_forward_length"]).replace("E", "") == "MMMM"
+    for layer, letter in enumerate(pattern):
+        own = {"M": "ssm_in.weight", "*": "attn_k.weight", "E": "ffn_up_exps.weight"}[letter]
+        assert f"blk.{layer}.{own}" in held and f"blk.{layer}.attn_norm.weight" in held
+
+
+def test_halves_of_gate_and_up_are_parted(tmp_path):
+    theirs, held, _ = named("granite-4-tiny", tmp_path)
+    for own, kind in (("block_sparse_moe", "exps"), ("shared_mlp", "shexp")):
+        fused = theirs[f"model.layers.1.{own}.input_linear.weight"]
+        gate, up = (held[f"blk.1.ffn_{part}_{kind}.weight"] for part in ("gate", "up"))
+        np.testing.assert_array_equal(np.concatenate([gate, up], axis=-2), fused)
 
 
 def test_value_heads_lie_by_turns_of_key_heads(tmp_path):

@@ -37,6 +37,8 @@ NUM_PARAMETERS = {
     "gpt-oss-tiny": 1.93e6, "gpt-oss-small": 115e6, "gpt-oss-mid": 970e6,
     "gemma-4-tiny": 2.02e6, "gemma-4-small": 107e6, "gemma-4-mid": 1033e6,
     "mimo-v2-flash-tiny": 1.64e6, "mimo-v2-flash-small": 113e6, "mimo-v2-flash-mid": 954e6,
+    "nemotron-3-tiny": 1.82e6, "nemotron-3-small": 118e6, "nemotron-3-mid": 982e6,
+    "granite-4-tiny": 2.12e6, "granite-4-small": 106e6, "granite-4-mid": 962e6,
 }  # fmt: skip
 
 

@@ -43,16 +43,24 @@ def test_an_entry_and_a_ring_take_the_bytes_of_their_formula_on_each_device(num_
     assert allocated == group.num_entries * sizes.entry_bytes + ROWS * sizes.ring_bytes
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize(
-    ("model", "num_layers", "num_heads"), [("nemotron-3-nano-30b-a3b", 23, 64), ("nemotron-3-super-120b-a12b", 40, 128)]
+    ("model", "num_layers", "num_heads", "num_groups", "num_devices"),
+    [
+        *(("nemotron-3-nano-30b-a3b", 23, 64, 8, num_devices) for num_devices in (1, 4)),
+        *(("nemotron-3-super-120b-a12b", 40, 128, 8, num_devices) for num_devices in (1, 4)),
+        ("granite-4.0-h-small", 36, 128, 1, 1),
+    ],
 )
 def test_mamba2_takes_the_bytes_of_its_formula_on_each_device(
-    num_devices: int, model: str, num_layers: int, num_heads: int
+    model: str, num_layers: int, num_heads: int, num_groups: int, num_devices: int
 ):
-    """Heads of 64 with states of 128, in 8 groups. For Nano, 50 MB an entry and 40 MB a ring; for Super 173 and 122."""
-    (sizes,) = laid_out(num_devices, spec=spec_from_config(read_config(model))).pool.entries
-    heads, groups = num_heads // num_devices, 8 // num_devices
+    """Heads of 64 with states of 128. For Nano, 50 MB an entry and 40 MB a ring; for Super 173 and 122."""
+    served = laid_out(num_devices, spec=spec_from_config(read_config(model)))
+    (sizes,) = served.pool.entries
+    (group,) = served.pool.entry_groups(1000)
+    allocated = bytes_on_device(served.state(1000).pools["delta"])
+    assert allocated == group.num_entries * sizes.entry_bytes + ROWS * sizes.ring_bytes
+    heads, groups = num_heads // num_devices, num_groups // num_devices
     channels = heads * 64 + 2 * groups * 128
     assert sizes.entry_bytes == num_layers * 4 * (heads * 128 * 64 + 3 * channels)
     assert sizes.ring_bytes == num_layers * 4 * (64 * (groups * 128 + heads * 64 + heads) + 16 * channels)

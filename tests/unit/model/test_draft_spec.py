@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from rayserve_moe.model.draft_spec import AUX_KEY, DraftSpec, draft_parameters, eagle_spec, prediction_spec
+from rayserve_moe.checkpoints.names import tensor_places
+from rayserve_moe.model.draft_spec import (
+    AUX_KEY,
+    DraftSpec,
+    draft_parameters,
+    eagle_spec,
+    prediction_rules,
+    prediction_spec,
+)
 from rayserve_moe.model.family_table import prediction_rules_of, spec_from_config
 from rayserve_moe.model.spec import UnsupportedModelError
 from tests.support.models.core import CORE_CONFIG
@@ -62,9 +70,23 @@ def test_other_heads_are_refused_by_name(config: dict[str, Any], named: str):
 
 
 def test_a_prediction_layer_under_other_names_is_refused():
-    config = config_of(next(case for case in FAMILY_CASES if case.name == "nemotron_h-0"))
     with pytest.raises(UnsupportedModelError, match="prediction layer of this family is not read"):
-        prediction_rules_of(config)
+        prediction_rules({"attention_norm": "backbone.layers.{layer}.norm.weight"}, 3)
+
+
+def test_attention_and_experts_of_a_prediction_layer_have_a_layer_each_in_files_of_nemotron():
+    config = config_of(next(case for case in FAMILY_CASES if case.name == "nemotron_h-1"))
+    rules, spec = prediction_rules_of(config), spec_from_config(config)
+    names = tensor_places(draft_parameters(prediction_spec(spec), dtype="bfloat16"), rules)
+    attention = {f"mixer.{part}_proj" for part in "qkvo"} | {"norm", "enorm", "hnorm", "eh_proj"}
+    latent = {"mixer.fc1_latent_proj", "mixer.fc2_latent_proj", "mixer.gate"}
+    ffns = ("shared_experts", *(f"experts.{expert}" for expert in range(spec.router.num_experts)))
+    experts = {f"mixer.{own}.{part}_proj" for own in ffns for part in ("up", "down")}
+    assert {*names} == {
+        *(f"mtp.layers.0.{name}.weight" for name in attention),
+        *(f"mtp.layers.1.{name}.weight" for name in {"norm", "final_layernorm", *latent, *experts}),
+        "mtp.layers.1.mixer.gate.e_score_correction_bias",
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-1"])

@@ -32,6 +32,34 @@ CHECKPOINT_RULES = {
     **{f"shared_{part}": f"{_MIXER}shared_experts.{part}_proj.weight" for part in ("up", "down")},
     **{f"dense_{part}": f"{_MIXER}{part}_proj.weight" for part in ("up", "down")},
 }
+_PREDICTED = (
+    "router",
+    "selection_bias",
+    "latent_in",
+    "latent_out",
+    "expert_up",
+    "expert_down",
+    "shared_up",
+    "shared_down",
+)
+PREDICTION_RULES = (
+    {
+        **moved({role: CHECKPOINT_RULES[role] for role in ("q", "k", "v", "o")}, _LAYER, "mtp.layers.0."),
+        **moved({role: CHECKPOINT_RULES[role] for role in _PREDICTED}, _LAYER, "mtp.layers.1."),
+        **{
+            role: f"mtp.layers.0.{name}.weight"
+            for role, name in {
+                "embedding_norm": "enorm",
+                "hidden_norm": "hnorm",
+                "fc": "eh_proj",
+                "attention_norm": "norm",
+            }.items()
+        },
+        "mlp_norm": "mtp.layers.1.norm.weight",
+        "draft_norm": "mtp.layers.1.final_layernorm.weight",
+    },
+)
+"""Attention, then experts (`mtp_hybrid_override_pattern` "*E"), each in a layer of its own."""
 IGNORED = ("mtp.*",)
 
 _LAYERS = {
