@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.execution import native_kernels
+from rayserve_moe.execution import native_kernels, tpu_invariance
 from rayserve_moe.execution.programs.specs import programs_of, step_name
 from rayserve_moe.execution.served_model import ServedModel
-from rayserve_moe.execution.tpu_invariance import check_invariance, unsupported_reason
+from rayserve_moe.execution.tpu_invariance import check_invariance, unsupported_kernels, unsupported_reason
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference import layers
 from rayserve_moe.kernels.row_blocks import at_once
@@ -46,9 +46,14 @@ def traced_differences(served: ServedModel) -> set[str]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_models_that_are_proven_are_accepted(model: str):
+def test_models_whose_compiled_steps_were_compared_are_accepted(model: str, monkeypatch: pytest.MonkeyPatch):
     served = served_on(model)
+    family = served.config.spec.family
     assert served.config.kernels.name == TPU_INVARIANT.name
+    assert unsupported_kernels(served) == ""
+    with pytest.raises(SettingsError, match=f"compiled steps of {family} were not compared; set auto"):
+        check_invariance(served)
+    monkeypatch.setattr(tpu_invariance, "COMPILED_FAMILIES", frozenset({family}))
     check_invariance(served)
 
 
