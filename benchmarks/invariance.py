@@ -1,11 +1,12 @@
-"""Log-probs of sampled tokens against their scores, and speed of W1 to W4 with `invariant_products` on and off.
+"""Log-probs of sampled tokens against their scores, and speed with `invariant_products` on and off.
 
-    python -m benchmarks.invariance [--parts "native on,xla on,xla off,cost"] [--tokens 100000] [--size small]
+    python -m benchmarks.invariance [--parts "native on,xla on,xla off,cost,tpus"] [--tokens 100000] [--size small]
 
 Equality: under several versions of the weights, answers of mixed lengths are sampled together with others, and their
 prompts with the answers are scored in batches of their own; log-probs are compared to the bit. The ratio of a token is
 exp(scored - sampled), which GRPO multiplies by. Cost: the sides take turns, one run each per repeat. Native kernels
-have the same bits with the setting on and off. Their sides run the same program, so their ratio shows the noise.
+have the same bits with the setting on and off. Their sides run the same program, so their ratio shows the noise. On
+TPUs steps are estimated from the compiler's schedules; nothing is measured.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import numpy as np
 
 from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, machine_facts, note, save
 from benchmarks.engine_runs import in_turn, run_engine
+from benchmarks.step_estimate import EstimatedCase, estimated
 from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID, WORKLOADS, prompts_of
 from rayserve_moe.checkpoints.synthetic import PRESETS, write_checkpoint
@@ -31,7 +35,7 @@ SETTINGS_OF: dict[str, dict[str, Any]] = {
     "native": {"dtype": "bfloat16", "cpu_kernels": "native"},
     "xla": {"dtype": "float32", "cpu_kernels": "off"},
 }
-KEY, PARTS = "invariance", ("native on", "xla on", "xla off", "cost")
+KEY, PARTS = "invariance", ("native on", "xla on", "xla off", "cost", "tpus")
 EQUALITY_SIZE, NUM_VERSIONS, LONGEST_PROMPT, NUM_PROMPTS, CHOICES = "tiny", 4, 96, 32, 4
 NEW_TOKENS = 200
 
@@ -113,6 +117,37 @@ def cost(size: str, *, repeats: int) -> dict[str, Any]:
     return {"facts": facts, "runs": runs}
 
 
+def steps_of(name: str, model: str, topology: str) -> dict[str, EstimatedCase]:
+    """Return a decode step of 16 sequences of each rank, and a prefill step, by name."""
+    prefill = EstimatedCase(model, topology, f"prefill_{PREFILL_TOKENS}", SEQUENCES, NUM_LAYERS)
+    return {
+        f"{name}, decode, {SEQUENCES} a rank": replace(prefill, program=f"decode_{SEQUENCES}"),
+        f"{name}, prefill, {PREFILL_TOKENS:,} a rank": prefill,
+    }
+
+
+NUM_LAYERS, SEQUENCES, PREFILL_TOKENS = 4, 16, 8192
+"""Layers that are compiled; sequences and prompt tokens of a data rank."""
+STEPS_OF_TPUS = {
+    **steps_of("30B on v6e:2x4", "qwen3-30b-a3b", "v6e:2x4"),
+    **steps_of("gpt-oss 20B on v6e:2x4", "gpt-oss-20b", "v6e:2x4"),
+    **steps_of("Qwen3.5 35B on v6e:2x4", "qwen3.5-35b-a3b", "v6e:2x4"),
+}
+KEPT = ("step", "layer", "compiled_layers", "num_layers")
+"""Fields of an estimate that the result file keeps."""
+
+
+def on_tpus(known: dict[str, Any], *, save_now: Callable[[], None]) -> None:
+    """Estimate each step with the setting on and off; write the result file after each."""
+    for name, case in STEPS_OF_TPUS.items():
+        known.setdefault(name, {})
+        for setting in ("off", "on"):
+            found = estimated(f"{name}, {setting}", [*case.options(), "--invariant-products", setting])
+            known[name][setting] = {key: found[key] for key in KEPT if key in found}
+            note(f"{name}, {setting}: {found['step']['seconds'] * 1e3:.2f} ms")
+            save_now()
+
+
 def main() -> None:
     """Measure, write the result file, print its tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -130,6 +165,9 @@ def main() -> None:
     for part in parts:
         if part == "cost":
             result[KEY]["cost"] = cost(arguments.size, repeats=arguments.repeats)
+            continue
+        if part == "tpus":
+            on_tpus(result[KEY].setdefault("tpus", {}), save_now=partial(save, result, out))
             continue
         kernels, setting = part.split()
         found = equality(kernels, setting, num_tokens=arguments.tokens)

@@ -85,7 +85,12 @@ RESULTS = Path(__file__).parent / "results"
 
 def run(case: str) -> dict[str, Any]:
     """Compile one case; returns the estimate. RuntimeError with the last line of the error where there is none."""
-    command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", *CASES[case].options()]
+    return estimated(case, CASES[case].options())
+
+
+def estimated(case: str, options: list[str]) -> dict[str, Any]:
+    """Return the estimate of `compile-check` with these options; RuntimeError with its last line without one."""
+    command = [sys.executable, "-m", "rayserve_moe.cli", "compile-check", *options]
     done = subprocess.run([*command, "--estimate", "--json"], capture_output=True, text=True, check=False)
     if not done.stdout.strip():
         raise RuntimeError(f"{case}: {(done.stderr.strip() or 'no report').splitlines()[-1]}")

@@ -39,7 +39,7 @@ def test_a_router_with_its_choice_compiles(chip, num_tokens):
 
 @pytest.mark.slow
 @CHIP
-@pytest.mark.parametrize("num_tokens", [2, 32, 256])
+@pytest.mark.parametrize("num_tokens", [2, 32, 256, 1040])
 def test_a_sum_with_its_norm_compiles(chip, num_tokens):
     hidden, scales = (jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16) for rows in (num_tokens, LAYERS))
 

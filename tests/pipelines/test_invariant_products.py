@@ -112,11 +112,15 @@ def test_a_replica_with_other_steps_has_the_same_bits(engine_with: EngineStore, 
 
 @pytest.mark.slow
 def test_a_prompt_that_was_sampled_scores_as_it_was_sampled(invariant: Engine):
+    check_scores(invariant)
+
+
+def check_scores(invariant: Engine, *, way: Way | None = None) -> None:
     prompt = draw_prompt(np.random.default_rng(2), 37)
     request = request_for(prompt, max_new_tokens=60, temperature=1.0, seed=8)
-    outcome = run_alone(invariant.runner, invariant.card, [request])["r", 0]
+    outcome = run_alone(invariant.runner, invariant.card, [request], way=way)["r", 0]
     again = replace(request_for([*prompt, *outcome.ids], max_new_tokens=0), score_prompt_from=36)
-    found = run_alone(invariant.runner, invariant.card, [again])["r", 0].prompt
+    found = run_alone(invariant.runner, invariant.card, [again], way=way)["r", 0].prompt
     assert found is not None
     np.testing.assert_array_equal(found.columns["logprobs"], np.array(outcome.logprobs, np.float32))
 

@@ -9,6 +9,7 @@ Devices exchange a few numbers per row; logits are never gathered.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -59,7 +60,8 @@ def log_probs_of(
     id_here_S = jnp.where(here.place_S == NO_ID, NO_ID, part.first + here.place_S)
     best_PS, id_PS, mass_PS, finite_PS = part.gather(here.best_S, id_here_S, here.mass_S, here.finite_S)
     best_S, id_S = best_of(best_PS.T, id_PS.T)
-    mass_S = jnp.sum(mass_PS * jnp.exp((best_PS - best_S) / temperature_S), axis=0)
+    # In the order of shards, for any number of rows: the order of XLA's sums depends on shapes.
+    mass_S = reduce(jnp.add, mass_PS * jnp.exp((best_PS - best_S) / temperature_S))
     # A single device uses its kernel's value: the last bits of XLA's logarithm depend on how XLA fuses it.
     log_mass_S = jnp.log(mass_S) if part.num_parts > 1 else here.log_mass_S
     logprobs_SV = (logits_SV - best_S[:, None]) / temperature_S[:, None] - log_mass_S[:, None]

@@ -10,7 +10,7 @@ from rayserve_moe.execution.native_levels import AUTO, NativeKernelsUnavailable,
 from rayserve_moe.execution.native_library import loaded_level, register_native_kernels, requested_level
 from rayserve_moe.kernels.cpu_native.layout import shape_problem
 from rayserve_moe.kernels.operations import Kernels
-from rayserve_moe.kernels.table import CPU_INVARIANT, CPU_NATIVE, KERNELS
+from rayserve_moe.kernels.table import CPU_INVARIANT, CPU_NATIVE, KERNELS, TPU_INVARIANT
 from rayserve_moe.model.layers.choice import summed_widths
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import platform_of
@@ -66,10 +66,7 @@ def _of_platform(platform: str, compiling: CompileSettings) -> Kernels:
     """Return the kernels of a platform without native ones."""
     if compiling.invariant_products != "on":
         return KERNELS[platform]
-    if platform != "cpu":
-        reason = f"the order of some sums depends on the size of a step on {platform}"
-        raise SettingsError(f"invariant_products on: {reason}; set auto")
-    return CPU_INVARIANT
+    return TPU_INVARIANT if platform == "tpu" else CPU_INVARIANT
 
 
 def _has_instructions(requested: str) -> bool:

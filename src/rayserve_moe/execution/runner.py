@@ -46,6 +46,7 @@ from rayserve_moe.execution.step.pytrees import DeviceState, ModelWeights, StepO
 from rayserve_moe.execution.step.results import only_wanted, start_copies, step_result, wanted_outputs
 from rayserve_moe.execution.step.row_updates import no_adjustment, updates_of
 from rayserve_moe.execution.step.samples import HeldInputs, HeldSamples, held_of, held_plans
+from rayserve_moe.execution.tpu_invariance import check_invariance
 from rayserve_moe.execution.weights.adapters import HostAdapters
 from rayserve_moe.execution.weights.migration import MigrationRunner, MigrationVectors, idle_vectors, vectors_of
 from rayserve_moe.execution.weights.placing import load_weights, open_model, with_capacity
@@ -73,6 +74,7 @@ class HostRunner:
         self._draft = open_draft(settings.speculation, spec, files=self._files, model=settings.model)
         """Files of the draft model, or None."""
         self.served = served_model(spec, plan, settings=settings, draft=spec_of(self._draft))
+        check_invariance(self.served)
         self.weights = ModelWeights({}, None)
         """Current weights; empty until `load`."""
         self.staged = _staging_for(self.served)

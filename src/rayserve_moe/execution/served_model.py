@@ -294,6 +294,7 @@ def served_model(
     Raises: SettingsError or UnsupportedModelError if they do not fit together.
     """
     kernels = choose_kernels(spec, plan, model=settings.model, compiling=settings.compile, cache=settings.cache)
+    plan = replace(plan, adds_in_order=kernels.adds_devices_in_order)
     config = model_config(spec, plan, experts=settings.experts, kernels=kernels, pool=settings.pool_format)
     longest = derive.max_model_len(settings.model, spec.max_position_embeddings)
     page_size = settings.cache.page_size

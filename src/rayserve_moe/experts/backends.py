@@ -111,6 +111,8 @@ def reason_against_gathering(tokens: RoutedTokens, experts: PlacedExperts, *, co
     """
     if experts_may_move(experts, config):
         return "experts may move, and sums of devices depend on where experts are"
+    if config.plan.adds_in_order:
+        return "a collective adds up in an order of its size"
     plan, (num_tokens, width) = config.plan, tokens.hidden_TD.shape
     top_k, row_bytes = config.router.top_k, width * tokens.hidden_TD.dtype.itemsize
     if platform_of(plan.mesh) == "cpu":

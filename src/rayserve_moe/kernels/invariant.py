@@ -1,7 +1,10 @@
 """Tables of kernels whose results for a row do not depend on how many rows a step has.
 
-Products, norms, softmax and sums over rows run in blocks of a fixed number of rows (`row_blocks`), attention in blocks
-of a fixed number of queries, and experts in blocks of a fixed number of assignments.
+On CPUs products, norms, softmax and sums over rows run in blocks of a fixed number of rows (`row_blocks`), attention in
+blocks of a fixed number of queries, and experts in blocks of a fixed number of assignments.
+
+On TPUs kernels of our own add up a row in one order for any number of rows, so the same kernels compute steps of all
+sizes. XLA computes everything else in blocks of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import jax
 from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.block_index import choose_layer_blocks
-from rayserve_moe.kernels.candidates import operation
+from rayserve_moe.kernels.candidates import NO_CANDIDATES, operation
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.operations import (
     DEVICE_SUMS,
@@ -29,11 +32,16 @@ from rayserve_moe.kernels.operations import (
 from rayserve_moe.kernels.reference import attention, block_index, expert_products, layers, token_index
 from rayserve_moe.kernels.reference import device_sums as reference_sums
 from rayserve_moe.kernels.reference.attention import BlockPlaces, in_parts
-from rayserve_moe.kernels.row_blocks import ROWS_PER_BLOCK, in_blocks
+from rayserve_moe.kernels.row_blocks import ROWS_PER_BLOCK, ByRows, in_blocks
 from rayserve_moe.kernels.token_index import choose_layer_tokens
+from rayserve_moe.kernels.tpu import add_norm as tpu_add_norm
 
 QUERIES_PER_PART = 8
 """Queries of a block of attention. A single token costs as much as a full block."""
+TPU_ROWS_PER_BLOCK = 256
+"""Rows of a block on TPUs: they are multiplied while their weights are read, so few rows cost as much as a block."""
+in_tpu_blocks: ByRows = partial(in_blocks, size=TPU_ROWS_PER_BLOCK)
+"""Applies a function to blocks of rows on TPUs."""
 
 
 def attend(queries_BQHh: jax.Array, kv_pages: jax.Array, places: BlockPlaces, **knobs: Any) -> jax.Array:
@@ -75,16 +83,23 @@ SPARSE_LATENTS = replace(
 """Sparse latent attention."""
 
 
-def by_first(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_first(function: Callable[..., Any], by_rows: ByRows = in_blocks) -> Callable[..., Any]:
     """Return a function that applies `function` to blocks of its first argument's rows."""
 
     def compute(rows: jax.Array, *others: Any, **named: Any) -> Any:
-        return in_blocks(lambda block: function(block, *others, **named), rows)
+        return by_rows(lambda block: function(block, *others, **named), rows)
 
     return compute
 
 
-def gated_mlp(hidden_TD: jax.Array, weights: Any, *, adapters: LayerAdapters | None = None, **named: Any) -> jax.Array:
+def gated_mlp(
+    hidden_TD: jax.Array,
+    weights: Any,
+    *,
+    adapters: LayerAdapters | None = None,
+    by_rows: ByRows = in_blocks,
+    **named: Any,
+) -> jax.Array:
     """Compute `layers.gated_mlp` in blocks."""
 
     def compute(rows: tuple[jax.Array, jax.Array | None]) -> jax.Array:
@@ -92,7 +107,7 @@ def gated_mlp(hidden_TD: jax.Array, weights: Any, *, adapters: LayerAdapters | N
         own = None if adapters is None or place_T is None else adapters.for_rows(place_T)
         return layers.gated_mlp(hidden_TD, weights, adapters=own, **named)
 
-    return in_blocks(compute, (hidden_TD, adapters and adapters.tokens.place_T))
+    return by_rows(compute, (hidden_TD, adapters and adapters.tokens.place_T))
 
 
 def add_and_norm(
@@ -102,16 +117,24 @@ def add_and_norm(
     return in_blocks(lambda rows: layers.add_and_norm(*rows, scale_LD, layer=layer, eps=eps), (hidden_TD, added_TD))
 
 
-def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> layers.WordMasses:
+def masses_of(
+    logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array, *, by_rows: ByRows = in_blocks
+) -> layers.WordMasses:
     """Compute `layers.masses_of` in blocks."""
-    return in_blocks(lambda rows: layers.masses_of(*rows, num_words), (logits_SV, temperature_S))
+    return by_rows(lambda rows: layers.masses_of(*rows, num_words), (logits_SV, temperature_S))
 
 
 def gumbel_noise(
-    seed_S: jax.Array, choice_S: jax.Array, position_S: jax.Array, *, first: jax.Array, size: int
+    seed_S: jax.Array,
+    choice_S: jax.Array,
+    position_S: jax.Array,
+    *,
+    first: jax.Array,
+    size: int,
+    by_rows: ByRows = in_blocks,
 ) -> jax.Array:
     """Compute `layers.gumbel_noise` in blocks."""
-    return in_blocks(lambda rows: layers.gumbel_noise(*rows, first=first, size=size), (seed_S, choice_S, position_S))
+    return by_rows(lambda rows: layers.gumbel_noise(*rows, first=first, size=size), (seed_S, choice_S, position_S))
 
 
 def invariant(kernels: Kernels, *, name: str) -> Kernels:
@@ -136,4 +159,38 @@ def invariant(kernels: Kernels, *, name: str) -> Kernels:
         sampling=SamplingKernels(masses_of, noise=gumbel_noise),
         add_norm=operation("invariant", add_and_norm),
         by_rows=in_blocks,
+    )
+
+
+def invariant_on_tpus(kernels: Kernels, *, name: str) -> Kernels:
+    """Return a table of a TPU's kernels that adds up a row in one order in every step.
+
+    Kernels that only small steps can take are left out, except for low-latency dispatch: it adds up the results of
+    experts as `device_sums` does (`experts.addition_order`). Other exchanges multiply blocks of assignments.
+    """
+    by_rows = in_tpu_blocks
+    attend = partial(kernels.attention.attend, by_rows=by_rows)
+    multiply = partial(expert_products.multiply_in_blocks, block_rows=TPU_ROWS_PER_BLOCK)
+    sums = partial(expert_products.sum_results, multiply=multiply, by_rows=by_rows)
+    return replace(
+        kernels,
+        name=name,
+        norm=by_first(layers.rms_norm, by_rows),
+        mlp=partial(gated_mlp, by_rows=by_rows),
+        attention=replace(kernels.attention, attend=attend, norm_and_project=NO_CANDIDATES),
+        experts=replace(
+            kernels.experts,
+            router_scores=by_first(layers.router_scores, by_rows),
+            results=operation("invariant", multiply),
+            sums=operation("invariant", sums),
+            carries_ranks=False,
+            choose=NO_CANDIDATES,
+        ),
+        head=replace(kernels.head, logits=by_first(layers.head_logits, by_rows)),
+        sampling=SamplingKernels(partial(masses_of, by_rows=by_rows), noise=partial(gumbel_noise, by_rows=by_rows)),
+        add_norm=operation("add_norm", tpu_add_norm.add_and_norm),
+        by_rows=by_rows,
+        adds_devices_in_order=True,
+        # Otherwise XLA leaves out roundings where it fuses operations, which depends on the rows of a step.
+        compiler_options={**kernels.compiler_options, "xla_allow_excess_precision": False},
     )

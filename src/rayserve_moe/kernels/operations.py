@@ -175,6 +175,8 @@ class Kernels:
     """`layers.add_and_norm`."""
     by_rows: ByRows = at_once
     """Applies functions that treat rows independently and are not operations of this table."""
+    adds_devices_in_order: bool = False
+    """True if the sums of devices are exchanged and added up in their order (`ParallelPlan.adds_in_order`)."""
     dtype: str = ""
     """The only dtype that the kernels compute in; empty: any."""
     compiler_options: Mapping[str, str | bool] = field(default_factory=dict, hash=False)

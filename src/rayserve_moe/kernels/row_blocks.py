@@ -23,17 +23,17 @@ def at_once(function: Callable[[Any], Any], rows: Any) -> Any:
     return function(rows)
 
 
-def in_blocks(function: Callable[[Any], Any], rows: Any) -> Any:
-    """Apply a function to rows in blocks of `ROWS_PER_BLOCK`; zeros fill the last block.
+def in_blocks(function: Callable[[Any], Any], rows: Any, *, size: int = ROWS_PER_BLOCK) -> Any:
+    """Apply a function to rows in blocks of `size`; zeros fill the last block.
 
     XLA inlines a loop with a single turn. The barriers then prevent fusions of its body with the code around it.
     """
     num_rows = len(jax.tree.leaves(rows)[0])
-    num_blocks = -(-num_rows // ROWS_PER_BLOCK)
+    num_blocks = -(-num_rows // size)
 
     def cut(array: jax.Array) -> jax.Array:
-        padding = ((0, num_blocks * ROWS_PER_BLOCK - num_rows), *((0, 0),) * (array.ndim - 1))
-        return jnp.pad(array, padding).reshape(num_blocks, ROWS_PER_BLOCK, *array.shape[1:])
+        padding = ((0, num_blocks * size - num_rows), *((0, 0),) * (array.ndim - 1))
+        return jnp.pad(array, padding).reshape(num_blocks, size, *array.shape[1:])
 
     def compute(block: Any) -> Any:
         return jax.lax.optimization_barrier(function(jax.lax.optimization_barrier(block)))

@@ -23,7 +23,7 @@ from rayserve_moe.kernels.block_index import choose_layer_blocks
 from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound, operation, supports_all
 from rayserve_moe.kernels.cpu_native import calls, delta_call, index_call, mamba2_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
-from rayserve_moe.kernels.invariant import BLOCKS, LATENTS, SPARSE_LATENTS, invariant
+from rayserve_moe.kernels.invariant import BLOCKS, LATENTS, SPARSE_LATENTS, invariant, invariant_on_tpus
 from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer
 from rayserve_moe.kernels.operations import (
     ADVANCE,
@@ -205,6 +205,8 @@ TPU = replace(
         )
     ),
 )
+TPU_INVARIANT = invariant_on_tpus(TPU, name="tpu_invariant")
+"""TPUs with the same bits for a row in any step, for models and layouts of `execution.tpu_invariance`."""
 CPU_NATIVE = Kernels(
     "cpu_native",
     norm=calls.rms_norm,
@@ -236,6 +238,7 @@ AttentionCandidates = tuple[Candidate[AttentionKernels], ...]
 """Their reasons take the `PoolFormat` of a server."""
 GROUPED_ATTENTION: dict[str, AttentionCandidates] = {
     "tpu": (Candidate("paged", PAGED, paged_attention.unsupported_reason),),
+    "tpu_invariant": (Candidate("paged", TPU_INVARIANT.attention, paged_attention.unsupported_reason),),
 }
 """Candidates for grouped-query attention by name of a table; other tables have their own `attention` only."""
 LATENT_ATTENTION: dict[str, AttentionCandidates] = {
@@ -319,5 +322,7 @@ On a TPU as `SPARSE_ATTENTION`, but XLA chooses the blocks. For sizes without a 
 context has more blocks than are chosen.
 """
 
-KERNELS: dict[str, Kernels] = {kernels.name: kernels for kernels in (CPU, CPU_INVARIANT, TPU, CPU_NATIVE)}
+KERNELS: dict[str, Kernels] = {
+    kernels.name: kernels for kernels in (CPU, CPU_INVARIANT, TPU, TPU_INVARIANT, CPU_NATIVE)
+}
 """By name; the table with the name of a platform is the platform's own."""

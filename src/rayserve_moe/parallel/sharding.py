@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 import jax
@@ -45,6 +46,8 @@ class ParallelPlan:
     mesh: Mesh
     num_slices: int = 1
     """The data ranks are divided over the slices in order, equally many on each; tensor groups stay within a slice."""
+    adds_in_order: bool = False
+    """True if the partial sums of devices are added up in their order: that of a collective depends on its size."""
 
     @property
     def tensor_size(self) -> int:
@@ -84,7 +87,11 @@ class ParallelPlan:
 
     def sum_over_tensor(self, partial_sum: jax.Array) -> jax.Array:
         """Add up the partial sums of the tensor axis's devices."""
-        return jax.lax.psum(partial_sum, TENSOR) if self.tensor_size > 1 else partial_sum
+        if self.tensor_size == 1:
+            return partial_sum
+        if self.adds_in_order:
+            return reduce(jnp.add, jax.lax.all_gather(partial_sum, TENSOR))
+        return jax.lax.psum(partial_sum, TENSOR)
 
     def stack_tensor_ranks(self, local: jax.Array, *, dim: int) -> jax.Array:
         """Stack the tensor ranks' arrays along a new dimension `dim`, in rank order."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rayserve_moe.config.given_files import GivenFileError, read_json_object
 from rayserve_moe.config.load import set_environment_defaults
+from rayserve_moe.execution.tpu_invariance import unsupported_reason
 from rayserve_moe.tools.check_options import DEFAULT_CONTEXT, SETTING_OF_OPTION
 from rayserve_moe.tools.compile_check import (
     COMPILER_ENVIRONMENT,
@@ -62,7 +63,10 @@ def _names(options: argparse.Namespace) -> tuple[str, ...]:
 def _compare_sums(case: ServedCase, *, names: tuple[str, ...]) -> int:
     """Print where a row could be added up in two orders; return 0, or 1 if there is such a line."""
     _say(f"tracing and compiling the steps of {case.name}")
-    found = differences(lay_out(case), names=names)
+    served = lay_out(case)
+    if reason := unsupported_reason(served):
+        sys.stdout.write(f"a server refuses invariant_products on: {reason}\n")
+    found = differences(served, names=names)
     sys.stdout.writelines(f"{each}\n" for each in found)
     sys.stdout.write(f"{case.name} on {case.topology}: {len(found)} sums differ between steps\n")
     return DIFFERS if found else 0

@@ -31,6 +31,7 @@ SETTING_OF_OPTION = {
     "adapters_per_step": "adapters_per_step",
     "lora_experts": "lora_experts",
     "lora_shared_outer": "lora_shared_outer",
+    "invariant_products": "invariant_products",
 }
 """Options that set settings, with the settings' keys."""
 
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument(
         "--lora-shared-outer", action="store_true", default=None, help="see the setting lora_shared_outer"
     )
+    shapes.add_argument("--invariant-products", help="see the setting invariant_products")
     report = parser.add_argument_group("report")
     report.add_argument("--limits", help="a JSON file with maximum values of report fields, by case and program")
     report.add_argument("--row-sums", action="store_true", help="list sums whose order differs between steps instead")

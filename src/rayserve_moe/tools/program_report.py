@@ -115,7 +115,8 @@ class ProgramReader:
         self, served: ServedModel, *, num_pages: int, limit: int, topology: str, estimator: Estimator | None
     ) -> None:
         state = served.state(num_pages)
-        self._plan, self._limit, self._estimator = served.config.plan, limit, estimator
+        self._plan, self._kernels, self._limit = served.config.plan, served.config.kernels, limit
+        self._estimator = estimator
         self._num_layers, self._num_rows = served.config.spec.num_layers, served.num_rows
         self._max_drafts = served.settings.speculation.max_drafts
         self._pieces = pieces_of(served, state)
@@ -128,7 +129,7 @@ class ProgramReader:
         try:
             unoptimized = lowered(program, self._plan)
             lowered_at, cpu_s = time.perf_counter(), time.process_time()
-            compiled = optimized(unoptimized, self._plan)
+            compiled = optimized(unoptimized, self._plan, kernels=self._kernels)
         except jax.errors.JaxRuntimeError as error:
             return ProgramReport(program.name, error=compilers_sentence(error))
         seconds = CompileSeconds(

@@ -13,6 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from rayserve_moe.execution.programs.compiled import lowered, optimized
-from rayserve_moe.execution.programs.specs import Program, programs_of
+from rayserve_moe.execution.programs.specs import GATHER, PROBE, Program, programs_of
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -38,8 +39,21 @@ LANES = 128
 _WINDOW = re.compile(r'"input_window_bounds":\[[^\]]*"(\d+)"\]')
 """The last bound counts registers along the summed width."""
 _EMITTER = re.compile(r'"emitter":"(\w+)"')
-EXACT = {"ranks_of", "_draw", "_best_here", "row_of", "count_slots", "places_of", "sums_before", "_best"}
+EXACT = {
+    *("ranks_of", "_draw", "_best_here", "row_of", "count_slots", "places_of", "sums_before", "_best", "plan_rows"),
+    *("look_up", "look_up.<locals>.look_up_chunk", "log_prob_of", "log_probs_at"),
+}
 """Functions whose sums are exact in any order: they count, or add zeros to one number."""
+COLLECTIVES = "parallel/"
+"""Folder of functions that wrap collectives: the line of their caller names a sum."""
+ALIKE = {
+    "kernels/tpu/device_sums.py _multiply_tile.<locals>.product": "product of an expert in a kernel",
+    "kernels/narrow_weights.py held_product": "product of an expert in a kernel",
+}
+"""Functions of several kernels that compute the same sums, by file and name. They are compared with each other.
+
+Both dispatches multiply whole tiles of rows by a slot's matrices, and add up results in one order (ADR 0046).
+"""
 OVER_DEVICES = {"psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter"}
 """Sums over devices: their order is that of a collective, which is chosen by its size."""
 
@@ -75,22 +89,26 @@ class Difference:
 def differences(served: ServedModel, *, names: Iterable[str] = ()) -> list[Difference]:
     """Return the source lines at which steps of a server, or the steps in `names`, could add up a row in two orders.
 
-    Steps for TPUs are traced and compiled, others are traced.
+    Steps for TPUs are traced and compiled, others are traced. The programs that score prompts are compared with the
+    steps where they share a line.
     """
-    wanted = set(names)
-    steps = [program for program in programs_of(served, num_pages=NUM_PAGES) if program.shape is not None]
+    wanted, programs = set(names), programs_of(served, num_pages=NUM_PAGES)
+    steps = [program for program in programs if program.shape is not None]
     if unknown := wanted - {program.name for program in steps}:
         known = ", ".join(program.name for program in steps)
         raise ValueError(f"no step {min(unknown)}; known steps: {known}")
     chosen = [program for program in steps if not wanted or program.name in wanted]
-    return compared({program.name: _sums_of_step(program, served.config.plan) for program in chosen})
+    scoring = [program for program in programs if program.name.startswith((PROBE, GATHER))]
+    found = {program.name: _sums_of_step(program, served) for program in [*chosen, *scoring]}
+    return compared(found, parts={program.name for program in scoring})
 
 
-def _sums_of_step(program: Program, plan: ParallelPlan) -> list[RowSum]:
+def _sums_of_step(program: Program, served: ServedModel) -> list[RowSum]:
+    plan = served.config.plan
     found = traced_sums(program, plan)
     if platform_of(plan.mesh) != "tpu":
         return found
-    compiled = read_program(optimized(lowered(program, plan), plan).as_text() or "")
+    compiled = read_program(optimized(lowered(program, plan), plan, kernels=served.config.kernels).as_text() or "")
     return [*(each for each in found if each.in_kernel or each.operation != PRODUCT), *products_of(compiled)]
 
 
@@ -112,17 +130,24 @@ def products_of(program: ProgramText) -> Iterator[RowSum]:
             yield RowSum(program.source_of(part) or part.op_name, "product of XLA", order)
 
 
-def compared(sums: Mapping[str, Iterable[RowSum]]) -> list[Difference]:
-    """Return the lines whose sums differ between the programs, given by name."""
+def compared(sums: Mapping[str, Iterable[RowSum]], *, parts: AbstractSet[str] = frozenset()) -> list[Difference]:
+    """Return the lines whose sums differ between the programs, given by name.
+
+    `parts` are programs with some of the sums of the others. Lines that only they have are compared among them.
+    """
     orders: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name, found in sums.items():
         for each in found:
             orders[each.line, each.operation][name].add(each.order)
-    return [
-        Difference(line, operation, _by_order(of_program, names=sums))
-        for (line, operation), of_program in sorted(orders.items())
-        if len({frozenset(of_program.get(name, ())) for name in sums}) > 1
-    ]
+    different = []
+    for (line, operation), of_program in sorted(orders.items()):
+        whole = [name for name in sums if name not in parts] if of_program.keys() - parts else [*of_program]
+        some = [name for name in of_program if name not in whole]
+        known = set[str]().union(*(of_program.get(name, ()) for name in whole))
+        are_equal = all(of_program.get(name) == known for name in whole)
+        if not are_equal or any(of_program[name] - known for name in some):
+            different.append(Difference(line, operation, _by_order(of_program, names=[*whole, *some])))
+    return different
 
 
 def _by_order(of_program: Mapping[str, set[str]], *, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -141,7 +166,8 @@ def sums_of(jaxpr: core.Jaxpr, *, in_kernel: bool = False, line: str = "") -> It
     for equation in jaxpr.eqns:
         name, here = equation.primitive.name, line or _line_of(equation)
         if name in PRODUCTS | SUMS | OVER_DEVICES and _has_orders(equation, here):
-            yield RowSum(here, name, _order_of(equation, in_kernel=in_kernel), in_kernel)
+            place = ALIKE.get(_without_number(here), here) if in_kernel else here
+            yield RowSum(place, name, _order_of(equation, in_kernel=in_kernel), in_kernel)
         for inner in _inner(equation.params.values()):
             of_call = here if name in CALLS else ""
             yield from sums_of(inner, in_kernel=in_kernel or name == KERNEL, line=of_call)
@@ -172,12 +198,19 @@ def _has_orders(equation: core.JaxprEqn, line: str) -> bool:
 
 
 def _line_of(equation: core.JaxprEqn) -> str:
-    """Return the innermost line in this package."""
+    """Return the innermost line in this package, outside of `COLLECTIVES`."""
     found = equation.source_info.traceback
     for frame in () if found is None else found.frames:
-        if PACKAGE in frame.file_name:
-            return f"{frame.file_name.rpartition(PACKAGE)[2]}:{frame.line_num} {frame.function_name}"
+        file = frame.file_name.rpartition(PACKAGE)[2]
+        if PACKAGE in frame.file_name and not file.startswith(COLLECTIVES):
+            return f"{file}:{frame.line_num} {frame.function_name}"
     return "unknown line"
+
+
+def _without_number(line: str) -> str:
+    """Return file and function of a source line."""
+    place, _, function = line.rpartition(" ")
+    return f"{place.partition(':')[0]} {function}"
 
 
 def _order_of(equation: core.JaxprEqn, *, in_kernel: bool) -> str:

@@ -19,7 +19,7 @@ from rayserve_moe.execution.weights.placing import first_placement, load_weights
 from rayserve_moe.kernels.cpu_native.calls import EXPERTS, MLPS, PROJECTIONS
 from rayserve_moe.kernels.cpu_native.layout import pack, pack_columns
 from rayserve_moe.kernels.operations import Kernels
-from rayserve_moe.kernels.table import CPU, CPU_INVARIANT, CPU_NATIVE, TPU
+from rayserve_moe.kernels.table import CPU, CPU_INVARIANT, CPU_NATIVE, TPU, TPU_INVARIANT
 from rayserve_moe.model.families.qwen3_moe import spec_from_hf
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
@@ -89,12 +89,11 @@ def test_a_level_that_the_processor_lacks_is_refused(monkeypatch):
     assert choose_kernels(spec_with(), plan, model=ModelSettings(), compiling=off) is CPU
 
 
-def test_invariant_products_are_refused_on_tpus(monkeypatch: pytest.MonkeyPatch):
+def test_invariant_products_have_a_table_on_every_platform(monkeypatch: pytest.MonkeyPatch):
     plan, on = plan_for(jax.devices()[:1]), CompileSettings(cpu_kernels="off", invariant_products="on")
     assert choose_kernels(spec_with(), plan, model=ModelSettings(), compiling=on) is CPU_INVARIANT
     monkeypatch.setattr(native_kernels, "platform_of", lambda _: "tpu")
-    with pytest.raises(SettingsError, match="on: the order of some sums depends on the size"):
-        choose_kernels(spec_with(), plan, model=ModelSettings(), compiling=on)
+    assert choose_kernels(spec_with(), plan, model=ModelSettings(), compiling=on) is TPU_INVARIANT
 
 
 def test_they_are_chosen_where_they_help():

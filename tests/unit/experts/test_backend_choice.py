@@ -39,6 +39,7 @@ class FakePlan:
     data_size: int
     tensor_size: int
     num_slices: int = 1
+    adds_in_order: bool = False
 
     @property
     def num_expert_ranks(self) -> int:
@@ -77,6 +78,13 @@ def test_over_slices_the_way_that_sends_less_between_them_is_taken():
             found = backend_on(FakePlan(slices, 2, num_slices=slices), 16384, top_k=top_k)
             gathered, exchanged = 3 * (slices - 1), 2 * top_k * (slices - 1) / slices
             assert found == ("replicated" if gathered <= exchanged else "fused")
+
+
+def test_collectives_add_up_nothing_if_devices_are_added_in_order():
+    """Few tokens, few ranks and CPUs would be gathered otherwise."""
+    for plan, tokens in ((FakePlan(8, 1, adds_in_order=True), 1), (FakePlan(2, 1, adds_in_order=True), 16)):
+        assert backend_on(plan, tokens) == "all_to_all"
+    assert backend_on(replace(plan_of(4, 1), adds_in_order=True), 256) == "all_to_all"
 
 
 def test_cpu_devices_gather():

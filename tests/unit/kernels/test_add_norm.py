@@ -11,7 +11,7 @@ import pytest
 
 from rayserve_moe.kernels.reference.layers import rms_norm
 from rayserve_moe.kernels.table import TPU
-from rayserve_moe.kernels.tpu.add_norm import SCALE_ROWS, add_and_norm, unsupported_reason
+from rayserve_moe.kernels.tpu.add_norm import SCALE_ROWS, add_and_norm, tile_tokens, unsupported_reason
 
 WIDTH, LAYERS = 128, SCALE_ROWS + 3
 GENERATOR = np.random.default_rng(5)
@@ -46,6 +46,20 @@ def test_a_norm_is_not_rounded_ahead_of_float32_scales():
         for dtype in (jnp.float32, jnp.bfloat16)
     )
     assert (np.asarray(found, np.float32) != wanted).mean() < 0.01 < (rounded != wanted).mean()
+
+
+def test_tiles_of_many_tokens_are_those_of_few():
+    """To the bit: tiles are computed by the same program. The last one is part of a tile."""
+    tile = tile_tokens(1 << 14, WIDTH)
+    hidden, added = (
+        jnp.asarray(np.random.default_rng(seed).standard_normal((2 * tile + 20, WIDTH)), jnp.float32) for seed in (1, 2)
+    )
+    kernel = jax.jit(partial(add_and_norm, scale_LD=jnp.asarray(SCALES), layer=jnp.int32(1), eps=1e-6, interpret=True))
+    whole = kernel(hidden, added)
+    for first in (0, tile, tile + 20):
+        rows = slice(first, first + tile)
+        for found, wanted in zip(kernel(hidden[rows], added[rows]), whole, strict=True):
+            np.testing.assert_array_equal(found, wanted[rows])
 
 
 def test_many_tokens_are_left_to_xla():

@@ -14,7 +14,17 @@ import pytest
 from rayserve_moe.kernels.candidates import Candidate, Operation, supports_all
 from rayserve_moe.kernels.table import CPU, KERNELS, TPU
 
-DATA = {"name", "dtype", "dtypes", "carries_ranks", "has_packed_rows", "decay_places", "parameters", "compiler_options"}
+DATA = {
+    "name",
+    "dtype",
+    "dtypes",
+    "adds_devices_in_order",
+    "carries_ranks",
+    "has_packed_rows",
+    "decay_places",
+    "parameters",
+    "compiler_options",
+}
 MAY_BE_ABSENT = {
     "describe_singles",
     "choose",

@@ -18,7 +18,7 @@ from rayserve_moe.kernels.row_blocks import at_once, in_blocks
 from rayserve_moe.kernels.table import CPU, CPU_INVARIANT
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
-from rayserve_moe.tools.row_sums import compared, differences, sums_of
+from rayserve_moe.tools.row_sums import RowSum, compared, differences, sums_of
 from tests.support.models.families import FAMILY_CASES, FamilyCase, config_of
 
 WIDTH, INNER = 256, 128
@@ -114,3 +114,13 @@ def test_steps_without_the_setting_differ():
     (case,) = (case for case in FAMILY_CASES if case.name == "qwen3_moe-1")
     served = served_by(case, invariant_products="off")
     assert len(differences(served, names=("decode_4", "decode_16"))) > 5
+
+
+def test_programs_that_score_have_some_of_the_sums_of_steps():
+    step, other = RowSum("a.py:1 norm", "reduce_sum", "(256, 8)"), RowSum("a.py:1 norm", "reduce_sum", "(256, 16)")
+    own = RowSum("a.py:9 score", "reduce_sum", "(128, 8)")
+    steps = {"small": [step, other], "large": [step, other]}
+    assert compared(steps | {"probe": [step, own], "gather": [own]}, parts={"probe", "gather"}) == []
+    assert len(compared(steps | {"probe": [replace(step, order="(128, 8)")]}, parts={"probe"})) == 1
+    assert len(compared(steps | {"probe": [own], "gather": [replace(own, order="8")]}, parts={"probe", "gather"})) == 1
+    assert len(compared({"small": [step, other], "large": [step]})) == 1, "a step lacks a sum"

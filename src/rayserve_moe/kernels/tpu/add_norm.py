@@ -16,7 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 MAX_ELEMENTS = 1 << 20
-"""Maximum number of elements of all tokens, which lie in the core's memory several times."""
+"""Maximum number of elements of a tile of tokens, which lie in the core's memory several times."""
+TILE_ELEMENTS, MIN_TOKENS = 1 << 19, 16
+"""Maximum number of elements of each of several tiles, and the rows of a register of 16-bit numbers."""
 SCALE_ROWS = 16
 """Number of layers whose scales are read at once: the 16-bit rows of a register."""
 VMEM_BYTES = 32 << 20
@@ -31,8 +33,14 @@ def add_and_norm(
     eps: float,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute `layers.add_and_norm`; `interpret` (see `pallas_call`) runs it without a TPU."""
+    """Compute `layers.add_and_norm`, tile by tile for many tokens. A row has the same bits in any tile.
+
+    `interpret` (see `pallas_call`) runs it without a TPU.
+    """
+    num_tokens, width = hidden_TD.shape
+    tile = tile_tokens(num_tokens, width)
     whole = pl.BlockSpec(memory_space=pltpu.VMEM)
+    rows = whole if tile == num_tokens else pl.BlockSpec((tile, width), lambda i, _: (i, 0))
     scale = scales_around(scale_LD)
     out = jax.ShapeDtypeStruct(hidden_TD.shape, hidden_TD.dtype)
     if not interpret:
@@ -42,9 +50,9 @@ def add_and_norm(
         partial(_add_and_norm, eps=eps),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(1,),
-            in_specs=[scale, whole, whole],
-            out_specs=[whole, whole],
+            grid=(pl.cdiv(num_tokens, tile),),
+            in_specs=[scale, rows, rows],
+            out_specs=[rows, rows],
         ),
         out_shape=[out, out],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
@@ -61,6 +69,13 @@ def unsupported_reason(hidden_TD: jax.Array, *_: Any, **__: Any) -> str:
     if num_tokens * width > MAX_ELEMENTS:
         return f"{num_tokens} tokens of width {width} exceed {MAX_ELEMENTS} elements"
     return ""
+
+
+def tile_tokens(num_tokens: int, width: int) -> int:
+    """Return the tokens of a tile: all, or whole registers of them."""
+    if num_tokens * width <= MAX_ELEMENTS:
+        return num_tokens
+    return max(MIN_TOKENS, TILE_ELEMENTS // width // MIN_TOKENS * MIN_TOKENS)
 
 
 def scales_around(scale_LD: jax.Array) -> pl.BlockSpec:
