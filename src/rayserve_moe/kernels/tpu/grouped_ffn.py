@@ -74,8 +74,11 @@ def unsupported_reason(
         return "experts have biases"
     _, width, inner = weights.up_XDF.shape
     block = inner_block(width, inner, weights.up_XDF.dtype.itemsize)
-    if experts.adapters is not None and (reason := _reason_against_adapters(experts.adapters.experts, block < inner)):
-        return reason
+    adapters = None if experts.adapters is None else experts.adapters.experts
+    if adapters is not None and adapters.share_outer:
+        return "rows carry ranks of adapters"
+    if adapters is not None and block < inner:
+        return "an expert with adapters does not fit twice as a whole"
     if not block:
         return f"no block of an expert of {width} x {inner} fits twice in {WEIGHT_BYTES >> 20} MiB"
     vmem_bytes = _vmem_bytes(interpret)
@@ -84,18 +87,12 @@ def unsupported_reason(
     # Rows and results are buffered twice; sums over parts of an expert are kept in float32.
     num_rows = _padded(math.prod(slots_TK.shape))
     row_bytes = num_rows * width * (4 * hidden_TD.dtype.itemsize + 4 * (block < inner))
-    if experts.adapters is not None:
-        stacks = jax.tree.leaves(experts.adapters.experts)
+    if adapters is not None:
+        stacks = jax.tree.leaves(adapters)
         row_bytes += num_rows * 2 * LANES * 4 + sum(2 * math.prod(s.shape[1:]) * s.dtype.itemsize for s in stacks)
     if (num_bytes := WEIGHT_BYTES + row_bytes + SPARE_BYTES) > vmem_bytes:
         return f"{num_rows} rows take {num_bytes >> 20} of {vmem_bytes >> 20} MiB of a core's memory"
     return ""
-
-
-def _reason_against_adapters(adapters: ExpertAdapters, is_in_parts: bool) -> str:
-    if adapters.share_outer:
-        return "rows carry ranks of adapters"
-    return "experts with adapters are held in parts" if is_in_parts else ""
 
 
 def inner_block(width: int, inner: int, itemsize: int) -> int:
