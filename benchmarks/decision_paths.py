@@ -1,7 +1,8 @@
 """Decisions of a rollout by path, compared with a plain recomputation.
 
-    python -m benchmarks.decision_paths [--samples 420] [--first-seed 0] [--paths stream cached ...]
+    python -m benchmarks.decision_paths [--samples N] [--first-seed 0] [--paths stream cached ...] [--out FILE.json]
 
+By default every part has more than 100,000 tokens over all paths.
 The calculator answers sums by native kernels, so values are compared bit by bit. The plain recomputation runs one
 choice at a time, without cached prompts, drafts or streams. Values that an answer reports as missing are counted
 separately.
@@ -14,7 +15,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from unittest.mock import patch
 import httpx
 import numpy as np
 
+from benchmarks.conditions import RESULTS, load_before_start, machine_facts, save
+from benchmarks.rollout_tables import decision_paths as as_table
 from examples.calculator.problems import MIX, held_out_problems
 from rayserve_moe.checkpoints.model_path import resolve_model_path
 from rayserve_moe.config.load import default_cache_directory
@@ -42,6 +45,7 @@ from tests.support.engine.step_gate import wait_for_tokens
 from tests.support.serving.http_server import running
 
 NEW_TOKENS, CHOICES, ROWS, MAX_DRAFTS = 48, 4, 16, 3
+MIN_UPDATES, PROMPTS_PER_UPDATE = 8, 32
 SAMPLING = {
     "max_new_tokens": NEW_TOKENS, "temperature": 1.0, "top_k": 8, "top_p": 0.95, "ignore_eos": True,
 }  # fmt: skip
@@ -56,6 +60,9 @@ PLAIN = {"max_running_requests": 1, "precompile_bs_paddings": [1], "enable_prefi
 FEW_PAGES = {"num_pages": 48}
 """Fewer pages than all running requests need."""
 DRAFTING = {"speculative_algorithm": "SIBLINGS", "speculative_num_steps": MAX_DRAFTS}
+SAMPLES = {"stream": 420, "several choices": 420, "preempted": 420, "cached": 420, "drafts": 2100, "updated": 2100}
+"""Samples of each path by default. Only drafts and updates have flags of drafts and versions to compare."""
+PATHS = tuple(SAMPLES)
 PARTS = ("gates", "masks", "sampling log-probs", "log-probs", "versions", "drafts")
 Counts = dict[str, Counter[str]]
 """Numbers of tokens by part: `equal`, `missing` and `differing`."""
@@ -65,7 +72,7 @@ Counts = dict[str, Counter[str]]
 class Asked:
     """Prompts to request with `choices` answers each. Prompt i is sampled with seed `first_seed` + i."""
 
-    prompts: list[list[int]]
+    prompts: Sequence[Sequence[int]]
     choices: int = 1
     """Choices of each prompt."""
     first_seed: int = 0
@@ -74,7 +81,7 @@ class Asked:
     def body(self, index: int, **fields: Any) -> dict[str, Any]:
         """Return the body for a prompt."""
         sampling = {**SAMPLING, "sampling_seed": self.first_seed + index, "n": self.choices}
-        return {"input_ids": self.prompts[index], "sampling_params": sampling, **ASKED, **fields}
+        return {"input_ids": list(self.prompts[index]), "sampling_params": sampling, **ASKED, **fields}
 
 
 Answers = list[dict[str, Any]]
@@ -137,14 +144,18 @@ def streamed(url: str, asked: Asked) -> Answers:
 def updated(engine: Engine, url: str, asked: Asked, *, model: Path) -> tuple[Answers, Counter[str]]:
     """Reload the same weights under new versions while requests run; return the answers and the counts of labels.
 
-    A pause between two steps gives the number of tokens of every running request at each reload.
+    Reloads are spread over the whole run. A pause between two steps gives the number of tokens of every running request
+    at each reload.
     """
     found: list[Answers] = []
+    begun = int(engine.loop.statistics()["tokens_sampled"])
     thread = threading.Thread(target=lambda: found.append(posted(url, asked, **MASKED)))
     thread.start()
     known: list[tuple[str, dict[str, int]]] = [(engine.card.weight_version, {})]
-    while thread.is_alive():
-        wait_for_tokens(engine.loop, min(20 * ROWS, len(asked.prompts)))
+    num_updates = MIN_UPDATES + len(asked.prompts) // PROMPTS_PER_UPDATE
+    for number in range(num_updates):
+        due = begun + (number + 1) * len(asked.prompts) * NEW_TOKENS // (num_updates + 1)
+        wait_for_tokens(engine.loop, due - int(engine.loop.statistics()["tokens_sampled"]))
         engine.pause_generation("in_place")
         scheduler = engine.loop._cycle.scheduler
         lengths = {each.request.request_id: int(each.num_tokens) for each in scheduler.running}
@@ -152,7 +163,7 @@ def updated(engine: Engine, url: str, asked: Asked, *, model: Path) -> tuple[Ans
         assert engine.update_weights_from_disk(model, weight_version=version).success
         known.append((version, lengths))
         engine.continue_generation()
-        if len(known) > 8 or not lengths:
+        if not lengths:
             break
     thread.join()
     counts: Counter[str] = Counter()
@@ -242,40 +253,37 @@ def run_path(path: str, model: Path, *, asked: Asked, plain: Answers) -> Counts:
         return compared(found, plain)
 
 
-PATHS = ("stream", "several choices", "preempted", "cached", "drafts", "updated")
-
-
-def compare_paths(
-    model: Path, *, samples: int, paths: Sequence[str] = PATHS, first_seed: int = 0
-) -> Iterator[tuple[str, Counts]]:
-    """Yield each path with its counts, of `samples` choices."""
-    asked = {
-        choices: Asked(prompts_of(samples // choices), choices=choices, first_seed=first_seed)
-        for choices in (1, CHOICES)
-    }
-    choices_of = {path: CHOICES if path == "several choices" else 1 for path in paths}
+def compare_paths(model: Path, *, samples: Mapping[str, int], first_seed: int = 0) -> Iterator[tuple[str, Counts]]:
+    """Yield each path of `samples` with its counts, of that many choices."""
+    asked = {}
+    for path, count in samples.items():
+        choices = CHOICES if path == "several choices" else 1
+        asked[path] = Asked(tuple(map(tuple, prompts_of(count // choices))), choices=choices, first_seed=first_seed)
     with served(model, **PLAIN) as (_, url):
-        plain = {number: posted(url, asked[number], **MASKED) for number in set(choices_of.values())}
-    for path, number in choices_of.items():
-        yield path, run_path(path, model, asked=asked[number], plain=plain[number])
+        plain = {each: posted(url, each, **MASKED) for each in dict.fromkeys(asked.values())}
+    for path, each in asked.items():
+        yield path, run_path(path, model, asked=each, plain=plain[each])
 
 
 def main() -> None:
-    """Print the counts by path and in total; exit with an error if any value differs."""
+    """Print the counts by path and in total, and save them; exit with an error if any value differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=420)
+    parser.add_argument("--samples", type=int, help="of each path (default: as many as its parts need)")
     parser.add_argument("--first-seed", type=int, default=0, help="seed of the first prompt; others count up")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "decision_paths.json")
     arguments = parser.parse_args()
+    machine = machine_facts(load_before_start())
     model = resolve_model_path("trained:calculator", cache_directory=default_cache_directory())
-    total: Counts = {part: Counter() for part in PARTS}
-    options = {"samples": arguments.samples, "paths": arguments.paths, "first_seed": arguments.first_seed}
-    for path, counts in compare_paths(model, **options):
+    samples = {path: arguments.samples or SAMPLES[path] for path in arguments.paths}
+    found: dict[str, Counts] = {}
+    for path, counts in compare_paths(model, samples=samples, first_seed=arguments.first_seed):
+        found[path] = counts
         print(path, {part: dict(each) for part, each in counts.items() if each}, flush=True)
-        for part, each in counts.items():
-            total[part] += each
-    print("in all", {part: dict(each) for part, each in total.items() if each})
-    if any(each["differing"] for each in total.values()):
+    result = {"machine": machine, "samples": samples, "first_seed": arguments.first_seed, "paths": found}
+    save({"decision_paths": result}, arguments.out)
+    print(as_table(result))
+    if any(each["differing"] for counts in found.values() for each in counts.values()):
         raise SystemExit(1)
 
 

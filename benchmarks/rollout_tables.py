@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,6 +91,22 @@ def teacher(measured: Mapping[str, Any]) -> str:
     ]
     title = f"{measured['tokens']:,} tokens, `{measured['size']}`, {measured['width']} wide"
     return markdown_table([title, "tokens/s", "time / log-probs alone", "bytes/token"], rows)
+
+
+def decision_paths(measured: Mapping[str, Any]) -> str:
+    """Render the tokens of each part by path, and how many of them differ or are missing."""
+    parts = list(dict.fromkeys(part for counts in measured["paths"].values() for part in counts))
+    states = ("equal", "differing", "missing")
+    total = {part: Counter[str]() for part in parts}
+    rows = []
+    for path, counts in measured["paths"].items():
+        sums = [sum(counts.get(part, {}).get(state, 0) for state in states) for part in parts]
+        rows.append([path, *(f"{count:,}" if count else "" for count in sums)])
+        for part in parts:
+            total[part].update(counts.get(part, {}))
+    for title, counted in (("all", states), ("differing", states[1:2]), ("missing", states[2:])):
+        rows.append([title, *(f"{sum(total[part][state] for state in counted):,}" for part in parts)])
+    return markdown_table(["tokens", *parts], rows)
 
 
 def rollout_job(measured: Mapping[str, Any]) -> str:

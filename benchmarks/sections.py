@@ -52,7 +52,7 @@ from benchmarks.narrow_table import narrow_experts
 from benchmarks.peers.tables import expert_reading, narrow_kl, peers
 from benchmarks.planner_table import planner
 from benchmarks.published_rows import published_rows
-from benchmarks.rollout_tables import audit, rollout_job, rollout_reading, teacher
+from benchmarks.rollout_tables import audit, decision_paths, rollout_job, rollout_reading, teacher
 from benchmarks.routing_table import bfloat16_routing
 from benchmarks.selection_table import balanced_selection
 from benchmarks.sparse_contexts import sparse_contexts
@@ -341,6 +341,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "rollout_reading": rollout_reading,
     "rollout_job": rollout_job,
     "audit": audit,
+    "decision_paths": decision_paths,
     "teacher": teacher,
     "exchange_bytes": exchange_bytes,
     "step_transports": step_transports,

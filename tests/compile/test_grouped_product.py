@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rayserve_moe.kernels.adapters import AdapterPair, ExpertAdapters, RowAdapters
 from rayserve_moe.kernels.narrow_weights import NARROW, scale_rows
 from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
@@ -33,8 +34,12 @@ def compiled_for(
     inner: int = INNER,
     dtype=jnp.bfloat16,
     in_blocks: bool = False,
+    ranks: tuple[int, int] | None = None,
 ) -> jax.stages.Compiled:
-    """The program in which six choices of each of `num_tokens` are multiplied."""
+    """The program in which six choices of each of `num_tokens` are multiplied.
+
+    `ranks` are number and rank of the resident adapters.
+    """
     up = jax.ShapeDtypeStruct((SLOTS, width, inner), dtype)
     rows = [scale_rows(size) if in_blocks else 1 for size in (width, inner)]
     scale, of_down = (
@@ -50,10 +55,16 @@ def compiled_for(
         jax.ShapeDtypeStruct((SLOTS, inner, width), dtype),
         *scales,
     )
+    if ranks is not None:
+        by_size = {size: jax.ShapeDtypeStruct((SLOTS, *ranks, size), jnp.bfloat16) for size in (width, inner)}
+        before = AdapterPair(by_size[width], by_size[inner])
+        adapters = ExpertAdapters(before, before, AdapterPair(by_size[inner], by_size[width]))
+        shapes += (RowAdapters(adapters, jax.ShapeDtypeStruct((num_tokens,), np.int32)),)
 
     def multiply(rows, slots, *weights):
+        *weights, adapters = weights if ranks is not None else (*weights, None)
         held = ExpertWeights(*weights[:3], None, None, None, *weights[3:])
-        experts = LayerExperts(held, 0, ProductConfig(SLOTS, 8.0))
+        experts = LayerExperts(held, 0, ProductConfig(SLOTS, 8.0), adapters)
         return product(rows, slots, experts)
 
     return compile_for(chip, multiply, *shapes)
@@ -83,6 +94,23 @@ def test_any_number_of_rows_is_multiplied_by_the_compilers_kernel(num_tokens):
 def test_few_rows_are_multiplied_by_one_kernel(chip, num_tokens, width, inner):
     found = kernels_for(chip, TPU.experts.results, num_tokens, width=width, inner=inner)
     assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "ranks"),
+    [
+        ("v6e", jnp.bfloat16, (8, 16)),
+        pytest.param("v6e", jnp.bfloat16, (4, 32), marks=pytest.mark.slow),
+        pytest.param("v6e", jnp.int8, (2, 8), marks=pytest.mark.slow),
+        pytest.param("7x", jnp.bfloat16, (8, 16), marks=pytest.mark.slow),
+    ],
+)
+def test_few_rows_with_adapters_are_multiplied_by_one_kernel(chip, dtype, ranks):
+    """Resident adapters are read where they lie."""
+    compiled = compiled_for(chip, TPU.experts.results, 16, dtype=dtype, ranks=ranks)
+    found = Counter(kernels_of(text_of(compiled)))
+    assert found["grouped_ffn"] == 1 and not found["ragged-dot-none"]
+    assert compiled.memory_analysis().temp_size_in_bytes < SLOTS * np.prod(ranks) * INNER * 2, "no adapter is copied"
 
 
 BY_ROWS, BY_COLUMNS = "2,1,0", "1,2,0"

@@ -93,7 +93,7 @@ def test_a_browser_keeps_a_page_until_it_changes(pages, path):
     assert len({read_page(each).headers["ETag"] for each in PAGES}) == len(PAGES)
 
 
-@pytest.mark.parametrize("accept", ["application/json", "*/*", ""])
+@pytest.mark.parametrize("accept", ["application/json", "*/*", "", "text/html;q=0, */*"])
 def test_a_program_that_asks_for_the_root_gets_json(pages, accept):
     answer = pages.get("/", headers={"accept": accept})
     assert answer.status_code == 200 and answer.json() == INDEX and "etag" not in answer.headers

@@ -210,6 +210,24 @@ def test_a_batch_in_a_container_is_told_apart(http, layout):
     assert not decode_answer(content, layout, choice=1).missing
 
 
+@pytest.mark.parametrize(
+    ("accept", "media_type"),
+    [
+        (f"{ROLLOUT_MEDIA_TYPE};q=0, */*", "application/json"),
+        (f"{ROLLOUT_MEDIA_TYPE};q=0, {ROLLOUT_ZSTD_MEDIA_TYPE}", ROLLOUT_ZSTD_MEDIA_TYPE),
+        (f"{ROLLOUT_MEDIA_TYPE};q=0.1, {ROLLOUT_ZSTD_MEDIA_TYPE};q=0.2", ROLLOUT_ZSTD_MEDIA_TYPE),
+    ],
+)
+def test_a_container_is_of_the_type_that_the_client_prefers(http, accept, media_type):
+    answer = http.post(GENERATE, json=asked(GENERATE), headers={"Accept": accept})
+    assert answer.status_code == 200 and answer.headers["content-type"] == media_type
+
+
+def test_a_stream_may_refuse_the_container(http):
+    body = {**asked(GENERATE), "stream": True}
+    assert http.post(GENERATE, json=body, headers={"Accept": f"{ROLLOUT_MEDIA_TYPE};q=0"}).status_code == 200
+
+
 def test_a_container_cannot_stream(http):
     answer = http.post(GENERATE, json={**asked(GENERATE), "stream": True}, headers={"Accept": ROLLOUT_MEDIA_TYPE})
     assert answer.status_code == 400

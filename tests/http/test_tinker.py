@@ -129,6 +129,7 @@ def test_samples_are_those_of_the_native_route_in_protobuf_and_json(client, engi
     )
     message = retrieved(client, request_id, f"{PROTOBUF}, application/json")
     assert message.headers["content-type"] == PROTOBUF
+    assert retrieved(client, request_id, f"{PROTOBUF};q=0, */*").headers["content-type"] == "application/json"
     found = fields_of(message.content)
     scored = [entry[0] for entry in wanted[0]["meta_info"]["input_token_logprobs"][1:]]
     for sequence, answer in zip([value for number, value in found if number == 1], wanted, strict=True):

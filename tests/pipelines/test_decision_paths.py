@@ -17,7 +17,7 @@ SAMPLES = 32
 def test_every_part_equals_a_plain_run(path: str):
     need_native_kernels()
     model = resolve_model_path("trained:calculator", cache_directory=default_cache_directory())
-    counts = dict(compare_paths(model, samples=SAMPLES, paths=[path]))[path]
+    counts = dict(compare_paths(model, samples={path: SAMPLES}))[path]
     masked = {} if path == "drafts" else {"masks", "sampling log-probs"}
     assert {"gates", "log-probs", *masked} <= {part for part, each in counts.items() if each["equal"]}
     assert all(each["differing"] == each["missing"] == 0 for each in counts.values())

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -127,7 +128,7 @@ def with_evidence(
 
 
 @jax.named_scope("evidence")
-def sampling_mask(
+def sampling_mask(  # noqa: PLR0913 (the kernels are by keyword)
     kept: Kept,
     ids_S: jax.Array,
     *,
@@ -135,16 +136,20 @@ def sampling_mask(
     temperature_S: jax.Array,
     part: VocabularyPart,
     masses: Masses,
+    kept_words: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the ids that truncation keeps, if a row wants them, and the log-probs of the samples among them.
 
     Ids are bits, int32 [S, W] over the whole vocabulary, as in `masks`. The log-probs float32 [S] of the samples
-    `ids_S` are normalised over the kept ids. Both are the same on all devices.
+    `ids_S` are normalised over the kept ids. Both are the same on all devices. The kernel `kept_words` computes them
+    where the vocabulary is whole.
     """
     num_words = mask_words(part.num_parts * part.width)
 
     def found() -> tuple[jax.Array, jax.Array]:
         logprobs_SV = kept.logprobs_SV
+        if kept_words is not None and not part.axes:
+            return kept_words(logprobs_SV, kept.last, ids_S, temperature_S=temperature_S, num_words=part.num_words)
         is_greedy_S1 = temperature_S[:, None] <= 0.0
         kept_SV = is_kept(logprobs_SV, kept.last, part=part) & (jnp.exp(logprobs_SV) > 0)
         kept_SV = jnp.where(is_greedy_S1, part.ids() == ids_S[:, None], kept_SV) & (part.ids() < part.num_words)

@@ -31,6 +31,8 @@ Noise = Callable[..., jax.Array]
 """`layers.gumbel_noise`, or a kernel with the same interface."""
 Choose = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 """Kernel that returns the best kept token including its noise, in place of `Noise`: `cpu_native.calls.choose`."""
+Truncate = Callable[..., tuple[jax.Array, jax.Array]]
+"""Kernel in place of `last_kept` where the vocabulary is whole: `cpu_native.sampling_call.last_kept`."""
 
 
 @jax.tree_util.register_dataclass
@@ -96,6 +98,7 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
     noise: Noise = gumbel_noise,
     masses: Masses = masses_of,
     choose: Choose | None = None,
+    truncate: Truncate | None = None,
     returns_kept: bool = False,
 ) -> Sampled:
     """Sample a token per row from each device's float32 logits; the result is the same on all devices.
@@ -108,7 +111,7 @@ def sample(  # noqa: PLR0913 (the kernels are by keyword)
     greedy_S = rows.temperature_S <= 0.0
     found = log_probs_of(logits_SV, jnp.where(greedy_S, 1.0, rows.temperature_S), part=part, masses=masses)
     best = _Drawn(found.best_S, found.largest_S, jnp.ones_like(found.best_S))
-    find_last, kept = partial(_last_kept, found.logprobs_SV, rows, part), None
+    find_last, kept = partial(_last_kept, found.logprobs_SV, rows, truncate, part), None
     if returns_kept:
         last = find_last()
         find_last, kept = partial(LastKept, *last), Kept(found.logprobs_SV, last)
@@ -160,8 +163,14 @@ def _noisy(
     return kept_SV + noise(rows.seed_S, rows.choice_S, rows.position_S, first=part.first, size=part.width)
 
 
-def _last_kept(logprobs_SV: jax.Array, rows: SamplingBatch, part: VocabularyPart) -> LastKept:
-    find = partial(last_kept, logprobs_SV, rows.limits, part=part)
+def _last_kept(
+    logprobs_SV: jax.Array, rows: SamplingBatch, truncate: Truncate | None, part: VocabularyPart
+) -> LastKept:
+    def find() -> LastKept:
+        if truncate is None or part.axes:
+            return last_kept(logprobs_SV, rows.limits, part=part)
+        return LastKept(*truncate(logprobs_SV, *rows.limits))
+
     return jax.lax.cond(jnp.any(are_limited(rows.limits)), find, partial(keep_all, len(logprobs_SV)))
 
 

@@ -144,9 +144,12 @@ def _own_ranks(slot_T: jax.Array, num_slots: int, rank: int) -> jax.Array:
 
 
 def _outer_product(inner_TQ: jax.Array, pair: AdapterPair, sizes_P: jax.Array) -> jax.Array:
-    """Return the product by B of rows in the order of experts, float32 [T, O]."""
+    """Return the product by B of rows in the order of experts, float32 [T, O], rounded to the dtype of the rows.
+
+    A grouped product is a kernel of its own: in float32 its results take twice the bytes and leave a core's memory.
+    """
     b_PQO = _by_ranks(pair.b_LSRO, len(sizes_P))
-    return jax.lax.ragged_dot(inner_TQ, b_PQO, sizes_P, preferred_element_type=jnp.float32)
+    return jax.lax.ragged_dot(inner_TQ, b_PQO, sizes_P, preferred_element_type=inner_TQ.dtype).astype(jnp.float32)
 
 
 def carry_ranks(hidden_TD: jax.Array, adapters: RowAdapters, *, layer: jax.Array) -> jax.Array:

@@ -104,6 +104,10 @@ class SamplingKernels:
     choose: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
     """The limits of truncation, once computed, `noise` and the maximum at once (`cpu_native.calls.choose`). May be
     absent."""
+    last_kept: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    """Truncation on a device that holds the whole vocabulary (`cpu_native.sampling_call.last_kept`). May be absent."""
+    kept_words: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    """Sampling masks there (`cpu_native.sampling_call.kept_words`). May be absent."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rayserve_moe.kernels.attention_heads import project_packed_rows, project_ro
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.block_index import choose_layer_blocks
 from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound, operation, supports_all
-from rayserve_moe.kernels.cpu_native import calls, delta_call, index_call, mamba2_call
+from rayserve_moe.kernels.cpu_native import calls, delta_call, index_call, mamba2_call, sampling_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.invariant import BLOCKS, LATENTS, SPARSE_LATENTS, invariant, invariant_on_tpus
 from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer
@@ -219,7 +219,13 @@ CPU_NATIVE = Kernels(
         sums=operation("cpu_native", calls.expert_sums),
     ),
     head=HeadKernels(calls.head_logits, tied_rows=take_columns),
-    sampling=SamplingKernels(calls.masses_of, noise=calls.gumbel_noise, choose=calls.choose),
+    sampling=SamplingKernels(
+        calls.masses_of,
+        noise=calls.gumbel_noise,
+        choose=calls.choose,
+        last_kept=sampling_call.last_kept,
+        kept_words=sampling_call.kept_words,
+    ),
     recurrence=RecurrenceKernels(
         advance_layer=delta_call.advance_layer, advance_mamba2_layer=mamba2_call.advance_layer
     ),

@@ -248,6 +248,15 @@ def every_section() -> dict:
             "seconds": {"scores": [2.0], "top": [2.5], "states": [3.0], "rows": [2.0], "all": [4.0]},
             "bytes": dict.fromkeys(("scores", "top", "states", "rows", "all"), 40_960),
         },
+        "decision_paths": {
+            "paths": {
+                "stream": {"gates": {"equal": 1500, "missing": 20, "differing": 0}, "masks": {"equal": 48}},
+                "drafts": {
+                    "gates": {"equal": 3000, "missing": 0, "differing": 5},
+                    "drafts": {"equal": 96, "accepted": 7},
+                },
+            },
+        },
         "rollout_job": {
             "prompts": 64, "prompt_len": 32, "n": 4, "new_tokens": 64, "sums": False, "output_tokens": 16_384.0,
             "runs": {"engine": [{"seconds": 15.0}], "replica": [{"seconds": 15.0}], "server": [{"seconds": 16.0}]},
@@ -538,6 +547,9 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("host_us", "2.0 (1.0-3.0)"),
         ("rollout_reading", "32.0 (32.0-32.0)"),
         ("rollout_job", "0.94 (0.94-0.94)"),
+        ("decision_paths", "| all       | 4,525 | 48    | 96     |"),
+        ("decision_paths", "| differing | 5     | 0     | 0      |"),
+        ("decision_paths", "| missing   | 20    | 0     | 0      |"),
         ("teacher", "1,024"),
         ("teacher", "1.25 (1.25-1.25)"),
         ("audit", "0.50%"),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rayserve_moe.kernels.adapters import AdapterPair, ExpertAdapters, RowAdapters
 from rayserve_moe.kernels.reference.activations import SILU, Activation
 from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
@@ -129,6 +130,83 @@ def test_integers_that_are_converted_already_are_scaled_all_the_same():
 
 def test_integers_are_held_in_half_the_memory_of_bfloat16():
     assert [grouped_ffn.inner_block(2048, 4096, size) for size in (1, 2)] == [2048, 1024]
+
+
+def adapters_of(experts: LayerExperts, num_tokens: int, *, resident: int = 3, rank: int = 8) -> RowAdapters:
+    """Return adapters of all matrices; every fourth token has none."""
+    weights, generator = experts.weights, np.random.default_rng(5)
+
+    def pair(matrix: jax.Array) -> AdapterPair:
+        sizes = matrix.shape[1:]
+        dtype = jnp.bfloat16 if matrix.dtype.itemsize == 1 else matrix.dtype
+        drawn = (generator.standard_normal((len(matrix), resident, rank, size)) / 4 for size in sizes)
+        return AdapterPair(*(jnp.asarray(each, dtype) for each in drawn))
+
+    gate = None if weights.gate_XDF is None else pair(weights.gate_XDF)
+    adapter_T = jnp.arange(num_tokens, dtype=jnp.int32) % (resident + 1) - 1
+    return RowAdapters(ExpertAdapters(gate, pair(weights.up_XDF), pair(weights.down_XFD)), adapter_T)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
+def test_each_row_has_its_own_adapter(slots):
+    experts = experts_of(128, "float32")
+    assert largest_difference(slots, replace(experts, adapters=adapters_of(experts, len(slots)))) < 2e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_have_the_bits_of_other_adapters_beside_them_and_of_none(dtype):
+    experts, slots = experts_of(128, dtype), SLOTS_OF_TOKENS["any, and elsewhere"]
+    mixed = adapters_of(experts, len(slots))
+    hidden = jnp.asarray(np.random.default_rng(7).standard_normal((len(slots), WIDTH)), dtype)
+
+    def rows(adapters: RowAdapters | None, own: np.ndarray) -> np.ndarray:
+        each = replace(experts, adapters=adapters)
+        found = grouped_ffn.multiply_grouped(hidden, jnp.asarray(slots, jnp.int32), each, interpret=True)
+        return np.asarray(found, np.float32)[own[:, None] & (slots < SLOTS)]
+
+    base = rows(None, np.asarray(mixed.slot_T) >= 0)
+    for adapter in range(-1, 3):
+        own = np.asarray(mixed.slot_T) == adapter
+        alone = mixed._replace(slot_T=jnp.where(own, mixed.slot_T, -1))
+        np.testing.assert_array_equal(rows(mixed, own), rows(None if adapter < 0 else alone, own))
+    assert (rows(mixed, np.asarray(mixed.slot_T) >= 0) != base).any(axis=1).all()
+
+
+@pytest.mark.parametrize("narrow", ["int8", "float8_e4m3fn"])
+def test_experts_in_8_bits_and_without_a_gate_take_adapters(narrow):
+    slots = SLOTS_OF_TOKENS["any, and elsewhere"]
+    hidden = jnp.asarray(np.random.default_rng(7).standard_normal((len(slots), WIDTH)), jnp.bfloat16)
+    pair = random_experts(2 * SLOTS, WIDTH, 128, seed=1, powers_of_two=True, dtype=narrow, has_blocks=narrow != "int8")
+    found = []
+    for weights in map(without_gate, pair):
+        wide = jax.tree.map(
+            lambda array: array if array.dtype.itemsize == 1 else array.astype(jnp.bfloat16), weights[:3]
+        )
+        experts = LayerExperts(ExpertWeights(*wide, *weights[3:]), jnp.int32(SLOTS), config_for(weights))
+        experts = replace(experts, adapters=adapters_of(experts, len(slots)))
+        made = grouped_ffn.multiply_grouped(hidden, jnp.asarray(slots, jnp.int32), experts, interpret=True)
+        found.append(np.asarray(made, np.float32)[slots < SLOTS])
+    np.testing.assert_array_equal(*found)
+    assert np.abs(found[0]).max() > 0.1
+
+
+def test_adapters_that_the_kernel_does_not_take_go_another_way(monkeypatch):
+    experts = experts_of(256, "float32")
+    adapters = adapters_of(experts, 50)
+    hidden, slots = (jax.ShapeDtypeStruct((50, size), "float32") for size in (WIDTH, 3))
+
+    def reason(adapters: RowAdapters) -> str:
+        return grouped_ffn.unsupported_reason(hidden, slots, replace(experts, adapters=adapters), interpret=True)
+
+    assert not reason(adapters)
+    shared = adapters.experts.up._replace(a_LSRI=adapters.experts.up.a_LSRI[::SLOTS])
+    assert "carry ranks" in reason(adapters._replace(experts=adapters.experts._replace(up=shared)))
+    assert "of a core's memory" in reason(adapters_of(experts, 50, resident=64, rank=512))
+    monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 2 * 3 * WIDTH * 128 * 4)
+    assert "as a whole" in reason(adapters)
+    slots_TK = SLOTS_OF_TOKENS["any, and elsewhere"]
+    assert largest_difference(slots_TK, replace(experts, adapters=adapters)) < 4e-4
 
 
 def multiplied(weights: ExpertWeights, dtype: str) -> np.ndarray:

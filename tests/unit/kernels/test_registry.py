@@ -34,6 +34,8 @@ MAY_BE_ABSENT = {
     "advance_mamba2_layer",
     "choose_tokens",
     "choose_blocks",
+    "last_kept",
+    "kept_words",
 }
 
 

@@ -102,6 +102,7 @@ def sample_rows(
             noise=table.noise,
             masses=table.masses,
             choose=table.choose,
+            truncate=table.last_kept,
             returns_kept=returns_kept,
         )
 
@@ -140,7 +141,8 @@ def sample_held(
     columns: dict[str, Any] = {}
     if sampled.kept is not None:
         logits, rows = EvidenceLogits(logits_AV, allow(adjusted_AV)), gather_rows(samples.sampling, plan)
-        masses = config.model.kernels.sampling.masses
+        table = config.model.kernels.sampling
+        masses = table.masses
         columns["mask"] = sampling_mask(
             sampled.kept,
             sampled.ids_S,
@@ -148,6 +150,7 @@ def sample_held(
             temperature_S=rows.temperature_S,
             part=part,
             masses=masses,
+            kept_words=table.kept_words,
         )
         sampled, found = with_evidence(
             sampled._replace(kept=None), logits, requested_SF=held.requested_AF, rows=rows, part=part, masses=masses

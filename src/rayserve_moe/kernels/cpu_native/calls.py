@@ -45,6 +45,8 @@ NAMES = (
     "Masses",
     "Noise",
     "Choose",
+    "Truncate",
+    "KeptWords",
     "Pages",
 )
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}

@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "noise.h"
 #include "panels.h"
+#include "truncation.h"
 
 namespace {
 
@@ -156,6 +157,49 @@ ffi::Error Choose(F32 logprobs, F32 largest, U32 seeds, U32 choices, U32 positio
   return ffi::Error::Success();
 }
 
+// The last word of each row that all limits keep: as `last_kept` of `calls.py`.
+ffi::Error Truncate(F32 logprobs, F32 probs, U32 top_k, F32 top_p, F32 min_p, ffi::ResultBuffer<ffi::S32> keys,
+                    ffi::ResultBuffer<ffi::S32> places) {
+  if (!have_dims(2, logprobs)) return wrong("rows of words are truncated");
+  const int64_t rows = size_of(logprobs, 0), words = size_of(logprobs, 1);
+  if (!is(probs, {rows, words}) || !is(top_k, {rows}) || !is(top_p, {rows}) || !is(min_p, {rows}) || !is(*keys, {rows}) || !is(*places, {rows}))
+    return wrong("limits are of other numbers of rows");
+  native::for_each(rows, [&](int64_t row) {
+    const native::RowWords own{logprobs.typed_data() + row * words, probs.typed_data() + row * words, words};
+    const native::RowLimits limits{top_k.typed_data()[row], top_p.typed_data()[row], min_p.typed_data()[row]};
+    const native::Ranked last = native::last_kept(own, limits);
+    keys->typed_data()[row] = int32_t(uint32_t(last >> 32) ^ 0x80000000u), places->typed_data()[row] = int32_t(last);
+  });
+  return ffi::Error::Success();
+}
+
+// The kept words of each row as bits, and the log-probabilities of the samples among them: as `kept_words` of `calls.py`.
+ffi::Error KeptWords(F32 logprobs, F32 probs, S32 keys, S32 places, S32 ids, F32 temperatures, S32 num_words,
+                     ffi::ResultBuffer<ffi::S32> bits, ffi::ResultBuffer<ffi::F32> own) {
+  if (!have_dims(2, logprobs, *bits) || !have_dims(0, num_words)) return wrong("words are kept of rows");
+  const int64_t rows = size_of(logprobs, 0), words = size_of(logprobs, 1), numbers = size_of(*bits, 1);
+  const int64_t count = std::min<int64_t>(*num_words.typed_data(), words);
+  if (!is(probs, {rows, words}) || !is(keys, {rows}) || !is(places, {rows}) || !is(ids, {rows}) || !is(temperatures, {rows}) || !is(*own, {rows}) ||
+      size_of(*bits, 0) != rows || 32 * numbers < words)
+    return wrong("words are kept of other numbers of rows");
+  native::for_each(rows, [&](int64_t row) {
+    uint32_t* const here = reinterpret_cast<uint32_t*>(bits->typed_data()) + row * numbers;
+    std::fill_n(here, numbers, 0u);
+    own->typed_data()[row] = 0;
+    const int64_t id = ids.typed_data()[row];
+    if (id < 0 || id >= count) return;  // the row's logits are not finite
+    if (temperatures.typed_data()[row] <= 0) {
+      here[id / 32] = 1u << (id % 32);
+      return;
+    }
+    const native::RowWords of_row{logprobs.typed_data() + row * words, probs.typed_data() + row * words, words};
+    const native::Ranked last = native::Ranked(uint32_t(keys.typed_data()[row]) ^ 0x80000000u) << 32 | uint32_t(places.typed_data()[row]);
+    const double mass = native::keep_words(of_row, last, count, here);
+    own->typed_data()[row] = float(double(of_row.logprobs[id]) - std::log(mass));
+  });
+  return ffi::Error::Success();
+}
+
 // Copies page `sources[i]` of the pool to page `targets[i]`, one after the other.
 ffi::Error Pages(ffi::AnyBuffer pool, S32 sources, S32 targets, ffi::Result<ffi::AnyBuffer> out) {
   if (!have_dims(1, sources, targets) || !have_dims(4, pool)) return wrong("pages of a pool are copied by two lists");
@@ -182,6 +226,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMasses, Masses,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeChoose, Choose,
                               ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Arg<S32>()
                                   .Arg<S32>().Attr<int64_t>("last_place").Ret<F32>().Ret<S32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeTruncate, Truncate,
+                              ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<U32>().Arg<F32>().Arg<F32>().Ret<S32>().Ret<S32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeKeptWords, KeptWords,
+                              ffi::Ffi::Bind().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<S32>()
+                                  .Ret<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNoise, Noise,
                               ffi::Ffi::Bind().Arg<U32>().Arg<U32>().Arg<U32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeNorm, Norm,

@@ -4,11 +4,13 @@ A step of the kernel's grid computes a slot, or a block of the expert width if a
 slot is multiplied, the weights of the next slot with rows are read; weights of slots without rows are never read. Rows
 and results stay in the core's memory, so the kernel is for few rows, as in a decode step. Weights of 8 bits are
 converted on their way into the matrix unit. Products are multiplied by the scales of columns; scales of blocks of rows
-multiply the weights as they are converted.
+multiply the weights as they are converted. The adapters of a slot are read with its weights, and add to each product
+what `adapters.grouped_products` adds.
 """
 
 # T tokens   D model width   F expert width   B block of F   K experts per token   P assignments = T * K
 # S local slots   X layers * S   R rows with padding   M rows of a tile   Z blocks of rows with scales of their own
+# Q ranks of all resident adapters, one adapter after another   I inputs   O outputs
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rayserve_moe.kernels.adapters import ExpertAdapters
 from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
 from rayserve_moe.kernels.reference.activations import Activation, activate
 from rayserve_moe.kernels.reference.expert_products import LayerExperts
@@ -51,7 +54,12 @@ def multiply_grouped(
     begin_S, held_S = _visits(slots_TK.reshape(-1), config.num_slots)
     first_1 = jnp.asarray(experts.first_slot, jnp.int32).reshape(1)
     multiply = _kernel_for(rows_RD, experts, block, vmem_bytes=_vmem_bytes(interpret), interpret=interpret)
-    held = (array for array in weights if array is not None)
+    held = [array for array in weights if array is not None]
+    if experts.adapters is not None:
+        pairs = [*experts.adapters.experts.before(), experts.adapters.experts.down]
+        held += [stack.reshape(len(stack), -1, stack.shape[-1]) for pair in pairs for stack in pair]
+        slot_P = jnp.pad(take(experts.adapters.slot_T, token_P), (0, num_rows - token_P.size))
+        held.append(slot_P[:, None])
     results_RD = multiply(first_1, begin_S, held_S, rows_RD, *held)
     results_R = take(results_RD.reshape(num_rows, *hidden_TD.shape[1:]), place_P)
     return results_R.reshape(*slots_TK.shape, *hidden_TD.shape[1:])
@@ -64,10 +72,13 @@ def unsupported_reason(
     weights = experts.weights
     if weights.gate_bias_XF is not None:
         return "experts have biases"
-    if experts.adapters is not None:
-        return "rows have adapters"
     _, width, inner = weights.up_XDF.shape
     block = inner_block(width, inner, weights.up_XDF.dtype.itemsize)
+    adapters = None if experts.adapters is None else experts.adapters.experts
+    if adapters is not None and adapters.share_outer:
+        return "rows carry ranks of adapters"
+    if adapters is not None and block < inner:
+        return "an expert with adapters does not fit twice as a whole"
     if not block:
         return f"no block of an expert of {width} x {inner} fits twice in {WEIGHT_BYTES >> 20} MiB"
     vmem_bytes = _vmem_bytes(interpret)
@@ -76,6 +87,9 @@ def unsupported_reason(
     # Rows and results are buffered twice; sums over parts of an expert are kept in float32.
     num_rows = _padded(math.prod(slots_TK.shape))
     row_bytes = num_rows * width * (4 * hidden_TD.dtype.itemsize + 4 * (block < inner))
+    if adapters is not None:
+        stacks = jax.tree.leaves(adapters)
+        row_bytes += num_rows * 2 * LANES * 4 + sum(2 * math.prod(s.shape[1:]) * s.dtype.itemsize for s in stacks)
     if (num_bytes := WEIGHT_BYTES + row_bytes + SPARE_BYTES) > vmem_bytes:
         return f"{num_rows} rows take {num_bytes >> 20} of {vmem_bytes >> 20} MiB of a core's memory"
     return ""
@@ -147,14 +161,16 @@ def _kernel_for(
     of_scales = ((block, of_up), (block, of_up), (width, of_whole))
     pairs = zip(weights[6:], of_scales, strict=True)
     scales = [pl.BlockSpec((1, s.shape[1], size), at) for s, (size, at) in pairs if s is not None]
-    multiply_slot = partial(_multiply_slot, has_gate=has_gate, has_scales=bool(scales))
+    of_adapters = [] if experts.adapters is None else _adapter_specs(experts.adapters.experts, of_whole)
+    ranks = 0 if experts.adapters is None else experts.adapters.experts.up.a_LSRI.shape[2]
+    multiply_slot = partial(_multiply_slot, has_gate=has_gate, has_scales=bool(scales), ranks=ranks)
     sums = pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)
     return pl.pallas_call(
         partial(multiply_slot, num_blocks=num_blocks, activation=experts.config.activation),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_slots, num_blocks),
-            in_specs=[whole, *[up] * (1 + has_gate), pl.BlockSpec((1, block, width), of_down), *scales],
+            in_specs=[whole, *[up] * (1 + has_gate), pl.BlockSpec((1, block, width), of_down), *scales, *of_adapters],
             out_specs=whole,
             scratch_shapes=[sums],
         ),
@@ -165,12 +181,25 @@ def _kernel_for(
     )
 
 
-def _multiply_slot(*refs: Any, num_blocks: int, has_gate: bool, has_scales: bool, activation: Activation) -> None:
-    """Multiply the tiles of a slot's rows with a block of the expert width; rows of other slots do not change."""
+def _adapter_specs(adapters: ExpertAdapters, of_whole: Callable[..., BlockPlace]) -> list[pl.BlockSpec]:
+    """Return the blocks of the adapters of a slot, and of the adapter of each row."""
+    shapes = [(1, s.shape[1] * s.shape[2], s.shape[3]) for pair in (*adapters.before(), adapters.down) for s in pair]
+    return [*(pl.BlockSpec(shape, of_whole) for shape in shapes), pl.BlockSpec(memory_space=pltpu.VMEM)]
+
+
+def _multiply_slot(
+    *refs: Any, num_blocks: int, has_gate: bool, has_scales: bool, ranks: int, activation: Activation
+) -> None:
+    """Multiply the tiles of a slot's rows with a block of the expert width; rows of other slots do not change.
+
+    `ranks` is the rank of the adapters, 0 without any.
+    """
     _, begin_S, _, rows_ref, *others = refs
     *held, out_ref, sum_ref = others
     *gate_refs, up_ref, down_ref = held[: 2 + has_gate]
-    *gate_scales, up_scale, down_scale = [ref.at[0] for ref in held[2 + has_gate :]] if has_scales else [None] * 3
+    rest = held[2 + has_gate :]
+    *gate_scales, up_scale, down_scale = [ref.at[0] for ref in rest[: 2 + has_gate]] if has_scales else [None] * 3
+    *adapter_refs, row_slots_ref = rest[(2 + has_gate) * has_scales :] if ranks else [None]
     slot, part = pl.program_id(0), pl.program_id(1)
     begin, end = begin_S[slot], begin_S[slot + 1]
     first = jax.lax.div(begin, ALIGNED_ROWS) * ALIGNED_ROWS
@@ -179,11 +208,20 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_gate: bool, has_scales: bool
         at = pl.multiple_of(first + i * TILE_ROWS, ALIGNED_ROWS)
         tile = pl.ds(at, TILE_ROWS)
         rows_MD = rows_ref[tile, :]
-        gate_MB = held_product(rows_MD, gate_refs[0][0], gate_scales[0]) if has_gate else None
-        up_MB = held_product(rows_MD, up_ref[0], up_scale)
+
+        def add(sum_MO: jax.Array, rows_MI: jax.Array, place: int) -> jax.Array:
+            """Add the adapters of product `place`: 0 for gate or up, whichever is first."""
+            if not ranks:
+                return sum_MO
+            a_ref, b_ref = adapter_refs[2 * place : 2 * place + 2]
+            return sum_MO + _own_products(rows_MI, a_ref[0], b_ref[0], slot_M1=row_slots_ref[tile, :], ranks=ranks)
+
+        gate_MB = add(held_product(rows_MD, gate_refs[0][0], gate_scales[0]), rows_MD, 0) if has_gate else None
+        up_MB = add(held_product(rows_MD, up_ref[0], up_scale), rows_MD, int(has_gate))
         inner_MB = activate(gate_MB, up_MB, activation).astype(rows_MD.dtype)
         first_block = part * (down_ref.shape[1] // SCALE_BLOCK)
         sum_MD = held_product(inner_MB, down_ref[0], down_scale, first=first_block)
+        sum_MD = add(sum_MD, inner_MB, 1 + has_gate)
         place_M1 = at + jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0)
         is_own_M1 = (place_M1 >= begin) & (place_M1 < end)
         if num_blocks > 1:
@@ -195,3 +233,13 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_gate: bool, has_scales: bool
     @pl.when(end > begin)
     def _() -> None:
         jax.lax.fori_loop(0, pl.cdiv(end - first, TILE_ROWS), multiply_tile, None)
+
+
+def _own_products(rows_MI: jax.Array, a_QI: jax.Array, b_QO: jax.Array, *, slot_M1: jax.Array, ranks: int) -> jax.Array:
+    """Return s B (A x) of each row's own adapter, and zeros of rows without one, float32 [M, O]."""
+    by_inputs = (((1,), (1,)), ((), ()))
+    all_MQ = jax.lax.dot_general(rows_MI, a_QI, by_inputs, preferred_element_type=jnp.float32)
+    rank_MQ = jax.lax.broadcasted_iota(jnp.int32, all_MQ.shape, 1)
+    is_own_MQ = (rank_MQ >= slot_M1 * ranks) & (rank_MQ < (slot_M1 + 1) * ranks)
+    own_MQ = jnp.where(is_own_MQ, all_MQ, 0.0).astype(rows_MI.dtype)
+    return jnp.dot(own_MQ, b_QO, preferred_element_type=jnp.float32)

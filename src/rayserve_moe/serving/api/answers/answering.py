@@ -18,6 +18,7 @@ from starlette.responses import Response
 from rayserve_moe.engine.recovery.hosts import progress_of
 from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE, encode_rollout
 from rayserve_moe.requests.results import ChoiceResult
+from rayserve_moe.serving.accepted_types import accepted_types
 from rayserve_moe.serving.api.answers.request_streams import RequestStreams
 from rayserve_moe.serving.api.answers.routing import RoutingWriter
 from rayserve_moe.serving.api.answers.streaming import EventStream, to_json, while_connected
@@ -55,12 +56,12 @@ class Writer(ABC):
 
 
 def rollout_type(request: Request, *, stream: bool) -> str | None:
-    """Return the first container type in `Accept`, or None.
+    """Return the container type that `Accept` prefers, or None.
 
     Raises: ApiError if `stream` is set, because events are text.
     """
-    accepted = [entry.partition(";")[0].strip().lower() for entry in request.headers.get("accept", "").split(",")]
-    found = next((kind for kind in accepted if kind in (ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE)), None)
+    containers = (ROLLOUT_MEDIA_TYPE, ROLLOUT_ZSTD_MEDIA_TYPE)
+    found = next((kind for kind in accepted_types(request) if kind in containers), None)
     if found and stream:
         raise ApiError(400, "a stream cannot be answered in the rollout media type: leave out one of the two")
     return found

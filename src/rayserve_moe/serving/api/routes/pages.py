@@ -17,6 +17,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from rayserve_moe.serving.accepted_types import accepted_types
 from rayserve_moe.serving.api.answers.streaming import json_answer
 from rayserve_moe.serving.errors import as_api_error, path_of
 from rayserve_moe.serving.openapi import answers
@@ -88,7 +89,7 @@ def _route_of(page: Page, *, has_index: bool) -> Callable[[Request], Coroutine[A
     varied = {"Vary": "Accept"} if has_index else {}
 
     async def route(request: Request) -> Response:
-        if has_index and _HTML not in request.headers.get("accept", ""):
+        if has_index and _HTML not in accepted_types(request):
             index = json_answer(INDEX)
             index.headers.update(varied)
             return index

@@ -19,6 +19,7 @@ from rayserve_moe.replay.encoding import ROLLOUT_MEDIA_TYPE
 from rayserve_moe.requests.builder import build_request, param_names
 from rayserve_moe.requests.fields import SGLANG
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.serving.accepted_types import accepted_types
 from rayserve_moe.serving.api.answers.request_streams import open_streams, refusals_named
 from rayserve_moe.serving.api.answers.streaming import json_answer
 from rayserve_moe.serving.api.answers.tinker_orders import PROTOBUF, Held, Sampled
@@ -147,7 +148,7 @@ def _order_routes(state: ApiState, saved: SavedWeights) -> APIRouter:
     )
     async def retrieve_future(request: Request) -> Response:
         body = await _read(state, request, TinkerFutureBody)
-        in_protobuf = PROTOBUF in request.headers.get("accept", "")
+        in_protobuf = PROTOBUF in accepted_types(request)
         asked = (body.request_id, in_protobuf, HOLD_S)
         held = _of_any(await Fleet(state).call("tinker_future", *asked, timeout_s=HELD_CALL_S))
         if held is None:
