@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.sampling import Sampled
+from rayserve_moe.execution.drafts.parts import draft_of
 from rayserve_moe.execution.drafts.steps import draft_partitions, extended
 from rayserve_moe.execution.step.inputs import DeviceInput, InputLayout, change_pages, unpack
 from rayserve_moe.execution.step.page_copies import apply_copies, equal_pages
@@ -103,7 +104,10 @@ def run_step(  # noqa: PLR0913 (arguments of the program)
         state = replace(state, pools=out.pools, expert_counts_ME=counts_ME)
         sampled, own, logits_AV, state = sample_rows(logits_AV, state, samples=_samples_of(step), config=config)
         if config.draft is not None:
-            state = replace(state, draft=extended(weights, state, step=step, out=out, own=own, config=config.draft))
+            after = extended(weights, state, step=step, out=out, own=own, config=config.draft)
+            if layout.shape.drafts_rest:  # XLA removes what follows the keys and values, which has no reader
+                after = draft_of(state)._replace(pools=after.pools)
+            state = replace(state, draft=after)
         output = replace(_output(sampled, out, config=config), layer_states_LTD=layer_states_LTD)
         hidden_TD = out.hidden_TD if config.shows_hidden or blocks is not None else None
         return state, output, (logits_AV if config.holds_samples else None, hidden_TD)
