@@ -16,6 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from rayserve_moe.balancing.placement import ExpertPlacement, lowered_redundancy
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.places import one_revision
 from rayserve_moe.cluster.host_group import GroupWeights, HostGroup
@@ -26,8 +27,12 @@ from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
+from rayserve_moe.engine.recovery.hosts import PlaceExperts
+from rayserve_moe.execution.fewer_hosts import wanted_redundancy
 from rayserve_moe.execution.served_model import RunnerSettings
+from rayserve_moe.execution.weights.placing import open_model
 from rayserve_moe.execution.weights.staged import too_late
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.requests.records import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
@@ -69,7 +74,10 @@ class GroupExecutor:
         self._standbys = Standbys()
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
+        self.place_experts: PlaceExperts = lambda *_: None
         self.layout = GroupLayout()
+        self._nodes: list[str] = []
+        """Node of each host that serves, or served last."""
         self.workers: list[ActorHandle] = []
 
     @property
@@ -214,18 +222,36 @@ class GroupExecutor:
         parallel, serving = self._places.parallel, self.sources.bring(reservation.nodes)
         if parallel != before:
             self._standbys.end()
+        placement = self._placement_on(reservation.nodes)
         hosts, waiting = range(parallel.num_hosts), self._standbys.take()
         self.workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
         self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._report_loss, given_up=self._given_up)
-        report = group.start(serving, enter=self._clock.enter)
+        report = group.start(replace(serving, first=placement), enter=self._clock.enter)
         self.sources.settle()
         self.adapters.add_again()
-        self.layout = self._places.serve(report)
+        self.layout = replace(self._places.serve(report), placement=placement)
+        self._nodes = reservation.nodes
         if self._cluster.standby_workers:
             self._standbys.start_soon(
                 {host_id: partial(self._start_worker, reservation, host_id, waits=True) for host_id in hosts}
             )
         return report
+
+    def _placement_on(self, nodes: list[str]) -> ExpertPlacement | None:
+        """Return the placement with which hosts on these nodes begin: in a group of another size they keep experts."""
+        layout = self.layout
+        if not self._nodes or len(nodes) == len(self._nodes):
+            return layout.placement
+        per_host = layout.num_expert_ranks // layout.num_hosts
+        former, ranks = list(self._nodes), []
+        for node in nodes:
+            host = former.index(node) if node in former else None
+            ranks += [None] * per_host if host is None else range(host * per_host, (host + 1) * per_host)
+            if host is not None:
+                former[host] = ""
+        router = spec_from_config(open_model(self._settings.model).config).router
+        wanted = wanted_redundancy(self._settings.experts, num_experts=router.num_experts, ep_size=len(ranks))
+        return self.place_experts(ranks, lowered_redundancy(router.num_experts, ep_size=len(ranks), wanted=wanted))
 
     def _end_group(self) -> None:
         if self._group is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.elastic_hosts import least_slots, table_of
+from benchmarks.elastic_hosts import NodeExperts, least_slots, table_of
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 
 
@@ -26,6 +26,15 @@ def test_a_smaller_group_needs_the_experts_that_are_lost_at_least() -> None:
     before = identity_placement(1, 8, ep_size=4, num_redundant=0)
     after = identity_placement(1, 8, ep_size=2, num_redundant=0)
     assert least_slots(before, after, stay=[0, 2]) == 4, "each has a half of its experts"
+
+
+def test_a_node_loads_an_expert_once() -> None:
+    held = NodeExperts()
+    before = identity_placement(2, 8, ep_size=4, num_redundant=0)
+    assert held.load(before, ["a", "b", "c", "d"]) == 16
+    assert held.load(permuted(before, [1, 0, 2, 3]), ["b", "a", "c", "e"]) == 2 * 2, "only a new node loads any"
+    after = identity_placement(2, 8, ep_size=2, num_redundant=0)
+    assert held.load(after, ["a", "c"]) == 2 * (2 + 2)
 
 
 def test_the_pause_is_without_the_wait_for_the_host() -> None:
