@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import ray
@@ -27,7 +28,6 @@ from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
-from rayserve_moe.engine.recovery.hosts import PlaceExperts
 from rayserve_moe.execution.fewer_hosts import wanted_redundancy
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.weights.placing import open_model
@@ -42,6 +42,12 @@ log = logging.getLogger(__name__)
 POLL_S = 0.02
 """Interval for asking the hosts whether they have read new weights."""
 DROP_TIMEOUT_S = 10.0
+
+
+class PlaceExperts(Protocol):
+    """Returns a placement for ranks, given the former rank of each (None for a new one); None for their own order."""
+
+    def __call__(self, former_ranks: Sequence[int | None], *, num_redundant: int) -> ExpertPlacement | None: ...
 
 
 class GroupExecutor:
@@ -74,7 +80,8 @@ class GroupExecutor:
         self._standbys = Standbys()
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
-        self.place_experts: PlaceExperts = lambda *_: None
+        self.place_experts: PlaceExperts = lambda *_, **__: None
+        """Returns a placement for ranks of hosts of another number."""
         self.layout = GroupLayout()
         self._nodes: list[str] = []
         """Node of each host that serves, or served last."""
@@ -251,7 +258,8 @@ class GroupExecutor:
                 former[host] = ""
         router = spec_from_config(open_model(self._settings.model).config).router
         wanted = wanted_redundancy(self._settings.experts, num_experts=router.num_experts, ep_size=len(ranks))
-        return self.place_experts(ranks, lowered_redundancy(router.num_experts, ep_size=len(ranks), wanted=wanted))
+        num_redundant = lowered_redundancy(router.num_experts, ep_size=len(ranks), wanted=wanted)
+        return self.place_experts(ranks, num_redundant=num_redundant)
 
     def _end_group(self) -> None:
         if self._group is not None:

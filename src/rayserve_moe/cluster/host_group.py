@@ -153,8 +153,10 @@ class HostGroup:
         self._coordinator, address = coordinate(len(self.workers))
         kept, source = weights.kept or (None,) * len(self.workers), weights.source or ""
         loads = zip(self.workers, kept, strict=True)
-        others = {"spread": weights.offered, "placement": weights.first}
-        calls = [each.load.remote(address, source, kept=place, **others) for each, place in loads]
+        calls = [
+            each.load.remote(address, source, kept=place, spread=weights.offered, placement=weights.first)
+            for each, place in loads
+        ]
         num_pages = min(results_of(calls))
         if weights.num_pages is not None and weights.num_pages > num_pages:
             raise ExecutorFailure(f"memory holds {num_pages} pages, but {weights.num_pages} are required")

@@ -107,7 +107,7 @@ class TokenGuide:
         """Begin a choice. Outputs up to the text `after`, if given, are unconstrained but cannot end the choice."""
         self._matcher, self._rules, self._max_mask_ms = matcher, rules, max_mask_ms
         self._has_stops, self._no_eos, self._no_ends = bool(rules.stops.any()), ~rules.eos, ~(rules.eos | rules.stops)
-        self._mask = np.zeros(len(rules.eos), np.int32)
+        self._mask, self._rest = np.zeros((2, len(rules.eos)), np.int32)
         self._address = self._mask.ctypes.data  # looking it up costs as much as a grammar step
         self._after = after
         self._num_consumed, self.last_ms, self._allowance_ms = 0, first_ms, max_mask_ms
@@ -133,8 +133,9 @@ class TokenGuide:
     def _follow(self, output_ids: np.ndarray) -> bool:
         """Fill the mask by the grammar; return False if the engine fails."""
         matcher = self._matcher
-        fresh, self._num_consumed = output_ids[self._num_consumed :], len(output_ids)
-        if len(fresh) and not matcher.consume_tokens(fresh.tolist()):
+        num_fresh = len(output_ids) - self._num_consumed
+        self._num_consumed += num_fresh
+        if num_fresh and not matcher.consume_tokens(output_ids[-num_fresh:].tolist()):
             return False
         matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
         return not matcher.is_error()
@@ -147,7 +148,7 @@ class TokenGuide:
             mask &= rules.allowed
         is_withheld = num_outputs < rules.num_withheld
         if is_withheld or rules.ignores_eos:
-            rest = mask & (self._no_ends if is_withheld else self._no_eos)
+            rest = np.bitwise_and(mask, self._no_ends if is_withheld else self._no_eos, self._rest)
             if np.count_nonzero(rest):
                 return rest
         if np.count_nonzero(mask):

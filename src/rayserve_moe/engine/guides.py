@@ -209,8 +209,15 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
     Fast guides run first, so that only slow guides exceed the budget.
     """
     samples, bits, endings, spent_ms = [], [], [], 0.0
-    held = list(_held(table, schedule))
-    guided = [(sample, sequence, guide) for sample, sequence in held if (guide := sequence.rules.guide) is not None]
+    guided, requesting, processing = [], [], []
+    for sample, sequence in _held(table, schedule):
+        rules = sequence.rules
+        if (guide := rules.guide) is not None:
+            guided.append((sample, sequence, guide))
+        if rules.requested is not None:
+            requesting.append((sample, rules.requested))
+        if rules.processed is not None:
+            processing.append((sample, _processed(sequence, rules.processed)))
     for sample, sequence, guide in sorted(guided, key=lambda each: each[2].last_ms):
         outputs = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_tokens]
         mask = guide.next_mask(outputs) if spent_ms < BUDGET_MS else OVER_BUDGET
@@ -220,17 +227,11 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
         else:
             samples.append(sample)
             bits.append(mask)
-    stacked = np.stack(bits) if bits else np.zeros((0, 0), np.int32)
+    stacked = np.concatenate(bits).reshape(len(bits), -1) if bits else np.zeros((0, 0), np.int32)
     masks = SampleMasks(np.asarray(samples, np.intp), stacked)
-    requesting = [(sample, row) for sample, sequence in held if (row := sequence.rules.requested) is not None]
     if requesting:
         of_samples, requested = zip(*requesting, strict=True)
         masks = replace(masks, evidence_samples=np.asarray(of_samples, np.intp), requested=np.stack(requested))
-    processing = [
-        (sample, _processed(sequence, given))
-        for sample, sequence in held
-        if (given := sequence.rules.processed) is not None
-    ]
     if processing:
         of_samples, given = zip(*processing, strict=True)
         masks = replace(masks, processing=np.asarray(of_samples, np.intp), processed=np.stack(given))

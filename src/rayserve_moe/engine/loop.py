@@ -112,7 +112,6 @@ class EngineLoop:
         )
         """Sends readings to the planner that `planner_for` returns, if experts move."""
         if rebuilder is not None and self.recovery is not None:
-            rebuilder.place_experts = self.eplb.carried
             rebuilder.on_loss = partial(self._commands.post, partial(replace_lost, self.control, self.recovery))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()

@@ -13,7 +13,7 @@ from rayserve_moe.balancing.placement import (
     identity_placement,
     placement_from,
 )
-from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
+from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps, placement_elsewhere
 from rayserve_moe.engine.executor import GroupLayout
 from tests.support.experts.eplb_proposals import CountedSteps
 from tests.support.experts.placements import random_placement
@@ -175,7 +175,7 @@ def test_hosts_of_another_number_begin_with_experts_that_they_have(
 ) -> None:
     eplb, steps = moving()
     steps.run(64)
-    wanted = eplb.carried(former_ranks, num_redundant)
+    wanted = placement_elsewhere(eplb, former_ranks, num_redundant=num_redundant)
     assert wanted is not None and wanted.num_redundant == num_redundant
     had = START.expert_of_slot.reshape(START.num_layers, START.ep_size, -1)
     staying = [rank for rank in former_ranks if rank is not None]
@@ -191,4 +191,4 @@ def test_hosts_of_another_number_begin_with_experts_that_they_have(
 
 def test_experts_that_never_move_are_in_their_own_order_on_any_number_of_hosts() -> None:
     eplb = EplbSteps(Migration(START, hosts=2, slots_per_step=1), moves_experts=False)
-    assert eplb.carried([0, 1], 0) is None
+    assert placement_elsewhere(eplb, [0, 1], num_redundant=0) is None

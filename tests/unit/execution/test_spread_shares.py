@@ -122,11 +122,11 @@ def test_a_damaged_expert_is_not_taken(core_checkpoint: Path) -> None:
     dtype = writer.served.dtype
     at = np.array([0]), np.array([1])
     np.testing.assert_array_equal(
-        damaged.take_slots(path, region, at, dtype=dtype), held.take_slots(path, region, at, dtype=dtype)
+        damaged.take_slots(path, region, at=at, dtype=dtype), held.take_slots(path, region, at=at, dtype=dtype)
     )
     assert len(checksums) > 1
     with pytest.raises(ShareError, match="damaged"):
-        damaged.take_slots(path, region, (np.array([0]), np.array([0])), dtype=dtype)
+        damaged.take_slots(path, region, at=(np.array([0]), np.array([0])), dtype=dtype)
     share.close()
 
 

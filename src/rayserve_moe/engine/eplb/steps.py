@@ -193,16 +193,6 @@ class EplbSteps(StepExtension):
         elif isinstance(cause, ReplacedHosts):
             self.restart(cause.layout)
 
-    def carried(self, former_ranks: Several[int | None], num_redundant: int) -> ExpertPlacement | None:
-        """Return the placement for hosts of another number that move few experts (`carried_placement`).
-
-        None if experts stay in their own order. Call while no step is in flight.
-        """
-        if not self.moves_experts:
-            return None
-        tokens = self.reading.counts.astype(np.int32).view(np.uint32).astype(np.int64)
-        return carried_placement(self.first, tokens, former_ranks=former_ranks, num_redundant=num_redundant)
-
     def restart(self, layout: GroupLayout) -> None:
         """Restart on other hosts, which begin with the placement `first`, and migrate them to the former target.
 
@@ -268,6 +258,19 @@ class EplbSteps(StepExtension):
             except PlacementError as error:  # the plan was made before hosts were lost
                 log.warning("ignored an expert plan: %s", error)
         return self.migration.next_piece()
+
+
+def placement_elsewhere(
+    eplb: EplbSteps, former_ranks: Several[int | None], *, num_redundant: int
+) -> ExpertPlacement | None:
+    """Return the placement for hosts of another number that move few experts (`carried_placement`).
+
+    None if experts stay in their own order. Call while no step is in flight.
+    """
+    if not eplb.moves_experts:
+        return None
+    tokens = eplb.reading.counts.astype(np.int32).view(np.uint32).astype(np.int64)
+    return carried_placement(eplb.first, tokens, former_ranks=former_ranks, num_redundant=num_redundant)
 
 
 def _peak_rows(before: np.ndarray, now: np.ndarray) -> np.ndarray:

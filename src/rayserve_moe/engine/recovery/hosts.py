@@ -11,7 +11,6 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
 from rayserve_moe.engine.extension import ReplacedHosts, StepExtension
 from rayserve_moe.requests.finish_reason import FinishReason
@@ -29,18 +28,11 @@ WAITS_S = (0.0, 1.0, 5.0)
 """Seconds before a rebuild, indexed by the number of rebuilds since the last committed token."""
 
 
-PlaceExperts = Callable[[Several[int | None], int], ExpertPlacement | None]
-"""Returns a placement for ranks, given the former rank of each (None for a new one) and the redundant slots."""
-
-
 class Rebuilder(Protocol):
     """Executor whose hosts can be replaced."""
 
     on_loss: Callable[[], object]
     """Called, from any thread, if the executor notices a loss itself, or could have more hosts than it has."""
-
-    place_experts: PlaceExperts
-    """Called, from `rebuild`, to place experts on hosts of another number."""
 
     @property
     def layout(self) -> GroupLayout:

@@ -157,7 +157,7 @@ def _gathered_experts(
         layers, slots = np.nonzero(is_missing_MS & is_same_MSF.any(axis=2))
         if len(layers):
             at = layers, is_same_MSF[layers, slots].argmax(axis=1)
-            block[layers, slots] = held.take_slots(path, found, at, dtype=spec.dtype)
+            block[layers, slots] = held.take_slots(path, found, at=at, dtype=spec.dtype)
             is_missing_MS[layers, slots] = False
     if is_missing_MS.any():
         raise ShareError(f"no share has all of {'.'.join(path)}")
@@ -217,7 +217,7 @@ class _Held:
         self._check(path, checksums, raw.reshape(len(checksums), -1) if is_whole else [raw[:0]] * len(checksums))
         return raw.view(jax.numpy.dtype(dtype)).reshape(shape)
 
-    def take_slots(self, path: Path, region: Region, at: tuple[np.ndarray, np.ndarray], *, dtype: str) -> np.ndarray:
+    def take_slots(self, path: Path, region: Region, *, at: tuple[np.ndarray, np.ndarray], dtype: str) -> np.ndarray:
         """Return copies [N, ...] of the experts of a shard at N layers and slots within it; only they are read."""
         offset, checksums, shape = self._entry(path, region)
         if len(checksums) == 1:
