@@ -109,6 +109,22 @@ def test_of_the_experts_of_other_hosts_only_those_that_belong_here_are_read(
         share.close()
 
 
+def test_hosts_load_experts_where_a_placement_wants_them(core_checkpoint: Path) -> None:
+    """From a checkpoint and from shares of a group of another size."""
+    given = loaded(core_checkpoint, mesh=(3, 1), num_redundant=4)
+    placement, writer = random_placement(given.placement, 7), loaded(core_checkpoint, mesh=(2, 1))
+    runner = HostRunner(given.served.settings, given.config.plan, placement=placement)
+    share = write_share("a", writer.weights, staged={}, by_slot=slot_paths(writer))
+    files = open_checkpoint(core_checkpoint)
+    wanted = load_weights(files, runner.config, dtype=runner.served.dtype, placement=placement)
+    for spread in ((), (share,)):
+        runner.load(spread=spread)
+        for found, expected in zip(*map(jax.tree.leaves, (runner.weights, wanted)), strict=True):
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    assert runner.placement is placement
+    share.close()
+
+
 def test_a_damaged_expert_is_not_taken(core_checkpoint: Path) -> None:
     writer = loaded(core_checkpoint, mesh=(2, 1))
     share = write_share("a", writer.weights, staged={}, by_slot=slot_paths(writer))
