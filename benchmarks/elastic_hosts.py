@@ -5,8 +5,9 @@
 Emulated hosts on raylets of their own; the replica is in this process. In the first round the smaller group compiles
 its programs, later ones find them. A pause is the longest time without an update less `--after`, for which the group
 waits for the host. The hottest rank is that of a plan by the loads that it was made from, over the least that any
-placement has. Moved are the slots of experts that hosts load, and that travel for the plan; the least are those of the
-same placement that no host had which stayed, whichever rank it becomes.
+placement has. Moved are the slots of experts that a host loads whose node has not loaded them before, and those that
+travel for plans; what a node has loaded before, its hosts read again from its own disk or page cache. The least are the
+slots of the same placement that no host had which stayed, whichever rank it becomes.
 """
 
 from __future__ import annotations
@@ -102,12 +103,35 @@ def least_slots(before: ExpertPlacement, after: ExpertPlacement, *, stay: list[i
     return after.expert_of_slot.size - int(kept[linear_sum_assignment(kept, maximize=True)].sum())
 
 
+class NodeExperts:
+    """Experts that the nodes have loaded, by layer."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, np.ndarray] = {}
+
+    def load(self, placement: ExpertPlacement, nodes: list[str]) -> int:
+        """Record that hosts on these nodes, one for each rank, load their slots; return how many are new to theirs."""
+        slots = placement.expert_of_slot.reshape(placement.num_layers, placement.ep_size, -1).swapaxes(0, 1)
+        layers, num_new = np.arange(placement.num_layers)[:, None], 0
+        for node, experts in zip(nodes, slots, strict=True):
+            nothing = np.zeros((placement.num_layers, placement.num_experts), np.bool_)
+            held = self._held.setdefault(node, nothing)
+            num_new += int(np.count_nonzero(~held[layers, experts]))
+            held[layers, experts] = True
+        return num_new
+
+
+def nodes_of(engine: ReplicaEngine) -> list[str]:
+    """Return the node of each host."""
+    return [host.node_id for host in ray.get([worker.process.remote() for worker in engine.executor.workers])]
+
+
 def moved(
-    engine: ReplicaEngine, watch: PlanWatch, before: ExpertPlacement, *, stay: list[int], slot_bytes: int
+    engine: ReplicaEngine, watch: PlanWatch, before: ExpertPlacement, *, stay: list[int], loaded: int, slot_bytes: int
 ) -> dict[str, int]:
     """Return bytes of experts that moved until the plan was followed, and the least for where they lie now."""
     after = engine.loop.eplb.migration.placement
-    slots = after.expert_of_slot.size + watch.moved_slots
+    slots = loaded + watch.moved_slots
     least = least_slots(before, after, stay=stay)
     return {"moved_bytes": slots * slot_bytes, "planned_bytes": watch.moved_slots * slot_bytes} | {
         "least_bytes": least * slot_bytes,
@@ -125,7 +149,8 @@ def rounds(cluster: Cluster, engine: ReplicaEngine, *, num_rounds: int, slot_byt
     """Shrink and grow; returns a row for each change."""
     ask(engine)
     expected, _ = ask(engine)
-    watch, changes = PlanWatch(engine), []
+    watch, changes, held = PlanWatch(engine), [], NodeExperts()
+    held.load(engine.loop.eplb.first, nodes_of(engine))
     balanced(engine, watch)
     for number in range(num_rounds):
         node = random.choice(list(cluster.worker_nodes))
@@ -134,16 +159,17 @@ def rounds(cluster: Cluster, engine: ReplicaEngine, *, num_rounds: int, slot_byt
             ("grow", 0, lambda: cluster.add_node(num_cpus=NUM_CPUS)),
         ):
             before, phases = engine.loop.eplb.migration.placement, dict(engine.loop.recovery.phase_seconds)
-            hosts = ray.get([worker.process.remote() for worker in engine.executor.workers])
-            stay = [rank for rank, host in enumerate(hosts) if num_missing == 0 or host.node_id != node.node_id]
+            nodes = nodes_of(engine)
+            stay = [rank for rank, each in enumerate(nodes) if num_missing == 0 or each != node.node_id]
             found, gap_s = until_hosts(engine, num_missing, fault)
+            loaded = held.load(engine.loop.eplb.first, nodes_of(engine))
             took = {key: value - phases.get(key, 0.0) for key, value in engine.loop.recovery.phase_seconds.items()}
             note(f"{name}: {gap_s:.2f} s without tokens, {took}")
             more = balanced(engine, watch)
             counts = [differing(each, expected) for each in (*found, *more)]
             sums = {key: sum(int(each[key]) for each in counts) for key in ("lost", "tokens", "rows")}
             sums |= {"over_bound": max(watch.over_bounds), "plans": len(watch.over_bounds)}
-            sums |= moved(engine, watch, before, stay=stay, slot_bytes=slot_bytes)
+            sums |= moved(engine, watch, before, stay=stay, loaded=loaded, slot_bytes=slot_bytes)
             note(f"{name}: {sums}")
             gap, requests = max(each["logprob_gap"] for each in counts), sum(map(len, (*found, *more)))
             row = {"change": f"{name} {number + 1}", "outage_s": gap_s, "phases": took, "requests": requests}

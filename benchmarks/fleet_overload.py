@@ -1,11 +1,12 @@
 """Ten times the requests that a fleet can answer: what is answered, what is refused, `/health`, and memory meanwhile.
 
-    python -m benchmarks.fleet_overload [--minutes 10] [--factor 10] [--max-tokens 2600] [--out FILE.json]
+    python -m benchmarks.fleet_overload [--minutes 10] [--factor 10] [--max-tokens 2600] [--leave-core] [--out FILE]
 
 The peak is what as many clients as there are places get, each asking again once it is answered: the mean of before and
 after, since the speed of a machine drifts. Between, requests come at `--factor` times the first, at random moments,
 whatever comes of those before them; every other one is a stream. The journal keeps all of them. The clients are one
-process beside the server, whose CPU seconds are stated, and how late it was itself when it asked `/health`.
+process beside the server, whose CPU seconds are stated, and how late it was itself when it asked `/health`. With
+`--leave-core` the last core is theirs alone, also while the peak is measured; the server has the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -183,10 +185,28 @@ def _growth(resident: list[tuple[float, dict[str, int]]], part: str) -> dict[str
     return {"start_mib": float(mib[0]), "end_mib": float(mib[-1]), "second_half_mib_per_min": slope}
 
 
-def measure(*, num_replicas: int, minutes: float, factor: float, max_tokens: int) -> dict[str, Any]:
+@contextmanager
+def other_cores(is_wanted: bool) -> Iterator[None]:
+    """Start processes inside on all cores but the last, if wanted; the last is this process's from then on."""
+    cores = sorted(os.sched_getaffinity(0))
+    if is_wanted:
+        os.sched_setaffinity(0, cores[:-1])
+    try:
+        yield
+    finally:
+        if is_wanted:
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), cores[-1:])
+
+
+def measure(
+    *, num_replicas: int, minutes: float, factor: float, max_tokens: int, leaves_core: bool = False
+) -> dict[str, Any]:
     """Serve, find the peak, then send `factor` times as much."""
     gc.freeze()  # a collection of what is imported stops the clients for half a second
-    with ServeProcess(settings(num_replicas, max_tokens=max_tokens)) as serve:
+    with ExitStack() as stack:
+        with other_cores(leaves_core):
+            serve = stack.enter_context(ServeProcess(settings(num_replicas, max_tokens=max_tokens)))
         places = num_replicas * ROWS
         how = {"num_clients": places, "max_tokens": max_tokens, "seconds": PEAK_S}
         peaks = [asyncio.run(closed_loop(serve.port, **how))]
@@ -199,6 +219,7 @@ def measure(*, num_replicas: int, minutes: float, factor: float, max_tokens: int
         peaks.append(asyncio.run(closed_loop(serve.port, **how)))
     found = figures(watched, seconds=seconds, over=began + seconds, peaks=peaks)
     asked = {"num_replicas": num_replicas, "factor": factor, "max_tokens": max_tokens, "seconds": seconds}
+    asked["leaves_core"] = leaves_core
     return {**asked, **found, "wall_s": wall_s, "client_cpu_s": cpu_s, "server_cpu_s": used}
 
 
@@ -209,11 +230,12 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=10.0)
     parser.add_argument("--max-tokens", type=int, default=2600, help="of an answer, on average")
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--leave-core", action="store_true", help="to the clients")
     parser.add_argument("--out", type=Path, default=RESULTS / "fleet_overload.json")
     arguments = parser.parse_args()
     load_before = load_before_start()
     how = {"minutes": arguments.minutes, "factor": arguments.factor, "max_tokens": arguments.max_tokens}
-    found = measure(num_replicas=arguments.replicas, **how)
+    found = measure(num_replicas=arguments.replicas, **how, leaves_core=arguments.leave_core)
     save({"overload_machine": machine_facts(load_before), "fleet_overload": found}, arguments.out)
     print(as_table(found))
 

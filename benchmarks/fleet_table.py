@@ -290,6 +290,7 @@ def fleet_overload(found: Mapping[str, Any]) -> str:
         for part, one in found["resident"].items()
     ]
     title = f"{found['num_replicas']} replicas, {found['factor']:g} times the peak for {found['seconds']:.0f} s"
+    title += ", a core left to the clients" if found.get("leaves_core") else ""
     memory = markdown_table(("memory", "start, MiB", "end, MiB", "MiB per minute in the second half"), resident)
     return f"**{title}**\n\n{markdown_table(('', 'measured'), rows)}\n\n{memory}"
 

@@ -92,8 +92,9 @@ def test_a_lost_host_is_done_without_and_serves_again_once_it_is_back(
         until(lambda: loop.statistics()["hosts_missing"] == 1, "the host is not done without")
         seen = len(load.answers)
         until(lambda: len(load.answers) > seen + 1, "fewer hosts do not serve")
-        placement = loop.eplb.migration.placement
+        placement, first = loop.eplb.migration.placement, engine.executor.layout.placement
         assert placement.ep_size == num_hosts - 1
+        assert first is (loop.eplb.first if eplb else None), "hosts load experts where the engine takes them to be"
         loop.check_integrity()
         nodes.append(cluster.add_node(num_cpus=CPUS))
         until(lambda: loop.statistics()["hosts_missing"] == 0, "the host does not come back")

@@ -132,6 +132,41 @@ def test_features_logits_and_drafts_are_those_of_the_files(drafting_engine, kind
     assert len(compared) > 10
 
 
+class Resting(PreparedExecutor):
+    """Asks for drafts after every third step alone, and notes the shapes of decode steps."""
+
+    def __init__(self, runner: HostRunner) -> None:
+        super().__init__(runner, NUM_PAGES)
+        self.has_drafted: list[bool] = []
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Execute a step, with drafts or without."""
+        return super().execute(replace(plan, wants_drafts=plan.wants_drafts and plan.step_id % 3 == 0))
+
+
+@pytest.mark.float32("drafts are held to numpy")
+@pytest.mark.parametrize("kind", SOME)
+def test_drafts_after_a_rest_are_those_of_the_files(drafting_engine, kind: str):
+    engine, reference = drafting_engine(kind)
+    engine.runner.later.wait()
+    assert any(shape.drafts_rest for shape in engine.runner.programs.steps)
+    proposer, compared = ModelProposer("drafts"), []
+
+    def check(cycle: StepCycle, _: int) -> Iterable[Sequence]:
+        for sequence in (each for each in cycle.scheduler.running if each.num_outputs):
+            if len(found := proposer.propose(sequence, DRAFTS)):
+                _, _, drafts = reference.ahead(sequence.token_ids[: sequence.num_tokens], DRAFTS)
+                assert found.tolist() == drafts
+                compared.append(sequence.num_tokens)
+        return ()
+
+    way = replace(PLAIN, proposer=proposer, num_drafts=DRAFTS, intervene=check, overlaps=False)
+    way = replace(way, executor=Resting(engine.runner))
+    requests = [request_for(np.arange(5, 25), max_new_tokens=25), request_for(np.arange(40, 90), max_new_tokens=19)]
+    run_together(engine.runner, engine.card, requests, way=way)
+    assert len(compared) > 5
+
+
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize("seed", [11])
 def test_drafts_of_models_do_not_show(drafting_engine, kind: str, seed: int):

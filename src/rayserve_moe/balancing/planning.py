@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import numpy as np
 from rayserve_moe.balancing.coactivation import RATES, cheapest, improvements
 from rayserve_moe.balancing.load_window import LoadReading, LoadWindow
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementError, placement_from
-from rayserve_moe.balancing.planner import replan
+from rayserve_moe.balancing.planner import plan, replan
 from rayserve_moe.balancing.traffic import CostRates, traffic_of
 from rayserve_moe.config.settings import BalancingSettings, ExpertSettings
 
@@ -114,6 +115,38 @@ def cheaper_for_rows(
         for each in (placement, found)
     ]
     return found if seconds[1] < (1 - MIN_TIME_GAIN) * seconds[0] else placement
+
+
+def carried_placement(
+    before: ExpertPlacement, tokens: np.ndarray, *, former_ranks: Sequence[int | None], num_redundant: int
+) -> ExpertPlacement:
+    """Return a placement for other ranks that balances `tokens` [layers, experts] and moves few experts.
+
+    A rank holds the experts of the rank of `before` that `former_ranks` gives for it, None for a rank without any.
+    Too few tokens count as equally many for each expert.
+    """
+    loads = tokens if has_enough(tokens) else np.ones((before.num_layers, before.num_experts))
+    num_ranks = len(former_ranks)
+    order = sorted(range(num_ranks), key=lambda rank: former_ranks[rank] is None)
+    staying = [former for rank in order if (former := former_ranks[rank]) is not None]
+    others = [rank for rank in range(before.ep_size) if rank not in staying]
+    planned = plan(
+        loads,
+        ep_size=num_ranks,
+        num_redundant=num_redundant,
+        previous=_reordered(before, [*staying, *others]),
+        tolerance=max(TOLERANCE, chance(loads, ep_size=num_ranks)),
+    )
+    return _reordered(planned, np.argsort(order).tolist())
+
+
+def _reordered(placement: ExpertPlacement, ranks: Sequence[int]) -> ExpertPlacement:
+    """Return the placement whose rank i is rank `ranks[i]` of another."""
+    experts, shares = (
+        each.reshape(placement.num_layers, placement.ep_size, -1)[:, ranks].reshape(placement.num_layers, -1)
+        for each in (placement.expert_of_slot, placement.share_of_slot)
+    )
+    return placement_from(experts, shares, num_experts=placement.num_experts, ep_size=placement.ep_size)
 
 
 def planning_config(balancing: BalancingSettings, experts: ExpertSettings) -> PlanningConfig:

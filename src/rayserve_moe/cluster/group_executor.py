@@ -6,16 +6,18 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from rayserve_moe.balancing.placement import ExpertPlacement, lowered_redundancy
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.places import one_revision
 from rayserve_moe.cluster.group_pages import GroupPages
@@ -27,8 +29,11 @@ from rayserve_moe.cluster.weight_sources import WeightSources
 from rayserve_moe.config.given_files import Reach, is_url, one_line
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.engine.executor import ExecutorFailure, GroupLayout
+from rayserve_moe.execution.fewer_hosts import wanted_redundancy
 from rayserve_moe.execution.served_model import RunnerSettings
+from rayserve_moe.execution.weights.placing import open_model
 from rayserve_moe.execution.weights.staged import too_late
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.requests.records import WeightsRefusedError
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
@@ -38,6 +43,12 @@ log = logging.getLogger(__name__)
 POLL_S = 0.02
 """Interval for asking the hosts whether they have read new weights."""
 DROP_TIMEOUT_S = 10.0
+
+
+class PlaceExperts(Protocol):
+    """Returns a placement for ranks, given the former rank of each (None for a new one); None for their own order."""
+
+    def __call__(self, former_ranks: Sequence[int | None], *, num_redundant: int) -> ExpertPlacement | None: ...
 
 
 class GroupExecutor:
@@ -71,7 +82,11 @@ class GroupExecutor:
         self._standbys = Standbys()
         self._clock = PhaseClock()
         self.on_loss: Callable[[], object] = lambda: None
+        self.place_experts: PlaceExperts = lambda *_, **__: None
+        """Returns a placement for ranks of hosts of another number."""
         self.layout = GroupLayout()
+        self._nodes: list[str] = []
+        """Node of each host that serves, or served last."""
         self.workers: list[ActorHandle] = []
 
     @property
@@ -216,18 +231,37 @@ class GroupExecutor:
         parallel, serving = self._places.parallel, self.sources.bring(reservation.nodes)
         if parallel != before:
             self._standbys.end()
+        placement = self._placement_on(reservation.nodes)
         hosts, waiting = range(parallel.num_hosts), self._standbys.take()
         self.workers = [waiting.get(host_id) or self._start_worker(reservation, host_id) for host_id in hosts]
         self._group = group = HostGroup(self.workers, self._cluster, on_loss=self._report_loss, given_up=self._given_up)
-        report = group.start(serving, enter=self._clock.enter)
+        report = group.start(replace(serving, first=placement), enter=self._clock.enter)
         self.sources.settle()
         self.adapters.add_again()
-        self.layout = self._places.serve(report)
+        self.layout = replace(self._places.serve(report), placement=placement)
+        self._nodes = reservation.nodes
         if self._cluster.standby_workers:
             self._standbys.start_soon(
                 {host_id: partial(self._start_worker, reservation, host_id, waits=True) for host_id in hosts}
             )
         return report
+
+    def _placement_on(self, nodes: list[str]) -> ExpertPlacement | None:
+        """Return the placement with which hosts on these nodes begin: in a group of another size they keep experts."""
+        layout = self.layout
+        if not self._nodes or len(nodes) == len(self._nodes):
+            return layout.placement
+        per_host = layout.num_expert_ranks // layout.num_hosts
+        former, ranks = list(self._nodes), []
+        for node in nodes:
+            host = former.index(node) if node in former else None
+            ranks += [None] * per_host if host is None else range(host * per_host, (host + 1) * per_host)
+            if host is not None:
+                former[host] = ""
+        router = spec_from_config(open_model(self._settings.model).config).router
+        wanted = wanted_redundancy(self._settings.experts, num_experts=router.num_experts, ep_size=len(ranks))
+        num_redundant = lowered_redundancy(router.num_experts, ep_size=len(ranks), wanted=wanted)
+        return self.place_experts(ranks, num_redundant=num_redundant)
 
     def _end_group(self) -> None:
         if self._group is not None:

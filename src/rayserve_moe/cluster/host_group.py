@@ -74,6 +74,8 @@ class GroupWeights:
     """Shares to copy from other nodes or replicas, or to be read by a group of another size."""
     placement: ExpertPlacement | None = None
     """Expert placement of the offered shares."""
+    first: ExpertPlacement | None = None
+    """Placement of the experts that hosts read, except from their own shares; None for their own order."""
 
     @property
     def is_there(self) -> bool:
@@ -151,7 +153,10 @@ class HostGroup:
         self._coordinator, address = coordinate(len(self.workers))
         kept, source = weights.kept or (None,) * len(self.workers), weights.source or ""
         loads = zip(self.workers, kept, strict=True)
-        calls = [each.load.remote(address, source, kept=place, spread=weights.offered) for each, place in loads]
+        calls = [
+            each.load.remote(address, source, kept=place, spread=weights.offered, placement=weights.first)
+            for each, place in loads
+        ]
         num_pages = min(results_of(calls))
         if weights.num_pages is not None and weights.num_pages > num_pages:
             raise ExecutorFailure(f"memory holds {num_pages} pages, but {weights.num_pages} are required")

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import ray
 
+from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.open_shares import SharePlace, open_share
 from rayserve_moe.cluster.channel import Address
@@ -63,17 +64,24 @@ class HostWorker:
         return self._heartbeat.listen(host=ray.util.get_node_ip_address(), key=key, timeout_s=timeout_s)
 
     def load(
-        self, coordinator: str, source: str = "", *, kept: SharePlace | None = None, spread: Sequence[KeptShare] = ()
+        self,
+        coordinator: str,
+        source: str = "",
+        *,
+        kept: SharePlace | None = None,
+        spread: Sequence[KeptShare] = (),
+        placement: ExpertPlacement | None = None,
     ) -> int:
         """Meet the other hosts and load this host's share; return the number of KV pages that fit here.
 
         Weights other than the configured ones come from a checkpoint `source`, from this host's `kept` share of sent
-        weights, or from the shares `spread` over the hosts of a group of another size.
+        weights, or from the shares `spread` over the hosts of a group of another size. Unless they are `kept`, experts
+        lie as `placement` says, or in their own order.
         """
         place = self._place
         log.info("host %d of %d loads %s", place.host_id, place.num_hosts, source or self._settings.model.path)
         settings, plan = lay_out(self._settings, place, coordinator=coordinator, enter=self._heartbeat.enter)
-        self._runner = HostRunner(settings, plan)
+        self._runner = HostRunner(settings, plan, placement=placement)
         kernels, served = kernels_in_words(self._runner.config.kernels), self._runner.served
         how = served.dtype, kernels, served.expert_dtype
         log.info("host %d computes in %s by the kernels %s, with experts in %s", place.host_id, *how)

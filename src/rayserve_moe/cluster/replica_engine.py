@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ray.actor import ActorHandle
 
@@ -17,6 +18,7 @@ from rayserve_moe.cluster.group_executor import GroupExecutor
 from rayserve_moe.cluster.host_group import GroupWeights
 from rayserve_moe.cluster.weight_keepers import KeptShare
 from rayserve_moe.config.settings import Settings
+from rayserve_moe.engine.eplb.steps import placement_elsewhere
 from rayserve_moe.engine.guides import constraint_compiler
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.execution.card import check_tensors, describe_model
@@ -99,6 +101,7 @@ def start_replica_engine(
             rebuilder=executor if settings.cluster.max_rebuilds_in_10_minutes else None,
         )
         undo.pop_all()
+    executor.place_experts = partial(placement_elsewhere, loop.eplb)
     loop.control.base_path = described.card.path
     if weights.shares or weights.path not in ("", described.card.path):
         loop.control.adapter = weights.adapter

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.bucket import Heads, SentAdapter, SentShares, SentTensor, WantedTensor
 from rayserve_moe.scheduling.host_slots import PageSlots
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
@@ -39,6 +40,8 @@ class GroupLayout:
     num_hosts: int = 1
     num_slices: int = 1
     num_missing_hosts: int = 0
+    placement: ExpertPlacement | None = None
+    """Placement of experts that these hosts begin with; None for their own order."""
 
 
 class TensorReceiver(Protocol):

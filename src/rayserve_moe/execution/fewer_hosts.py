@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.config.settings import ExpertSettings, SettingsError
 from rayserve_moe.execution.memory import bytes_on_device, memory_available, rounded_down
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, beside_weights, served_model
 from rayserve_moe.model.spec import ModelSpec
@@ -29,12 +29,17 @@ def settings_of_any_size(settings: RunnerSettings, *, spec: ModelSpec, plan: Par
     single device is left.
     """
     experts, compiling = settings.experts, settings.compile
-    divides = -spec.router.num_experts % plan.num_expert_ranks
+    wanted = wanted_redundancy(experts, num_experts=spec.router.num_experts, ep_size=plan.num_expert_ranks)
     return replace(
         settings,
-        experts=replace(experts, num_redundant=max(experts.num_redundant, divides)),
+        experts=replace(experts, num_redundant=wanted),
         compile=replace(compiling, cpu_kernels="off") if compiling.cpu_kernels == "auto" else compiling,
     )
+
+
+def wanted_redundancy(experts: ExpertSettings, *, num_experts: int, ep_size: int) -> int:
+    """Return the redundant slots of the settings, or those with which the ranks divide all slots if these are more."""
+    return max(experts.num_redundant, -num_experts % ep_size)
 
 
 def pages_with_fewest(served: ServedModel, parts: Parts, *, free: int) -> int:

@@ -65,15 +65,18 @@ class HostRunner:
     """Runner of step plans on the devices of a mesh; in a multi-host group every host runs the same plans.
 
     Call `load`, then `prepare`, then `execute` from a single thread. `staged` reads other weights, from any other
-    thread.
+    thread. Experts are loaded in their own order, or as `placement` says.
     """
 
-    def __init__(self, settings: RunnerSettings, plan: ParallelPlan) -> None:
+    def __init__(
+        self, settings: RunnerSettings, plan: ParallelPlan, *, placement: ExpertPlacement | None = None
+    ) -> None:
         self._files = open_model(settings.model)
         spec = spec_from_config(self._files.config)
         self._draft = open_draft(settings.speculation, spec, files=self._files, model=settings.model)
         """Files of the draft model, or None."""
-        self.served = served_model(spec, plan, settings=settings, draft=spec_of(self._draft))
+        served = served_model(spec, plan, settings=settings, draft=spec_of(self._draft))
+        self.served = served if placement is None else replace(served, placement=placement)
         check_invariance(self.served)
         self.weights = ModelWeights({}, None)
         """Current weights; empty until `load`."""
@@ -332,6 +335,7 @@ class HostRunner:
         for shape in self._packer.shapes:
             is_probed = shape.num_blocks > 0 or shows_hidden
             plan = filling_plan(shape, max_model_len=self.served.longest, num_rows=num_rows, is_probed=is_probed)
+            plan = replace(plan, wants_drafts=self.served.draft is not None and not shape.drafts_rest)
             for each in (plan, *(held_plans(plan) if self.served.settings.structured.enabled else ())):
                 self.execute(each)
         self.execute(StepPlan(step_id=-1))

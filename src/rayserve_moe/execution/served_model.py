@@ -96,7 +96,8 @@ class ServedModel:
     """Layout derived from settings, model and mesh; the devices may belong to a topology that is not present.
 
     `placement` is the initial placement of experts. `shapes` are the step shapes to compile, those without adapters
-    first. Weights, staging area and state are shapes with shardings.
+    first; with a draft model, they are repeated for steps that no drafts follow. Weights, staging area and state are
+    shapes with shardings.
     """
 
     settings: RunnerSettings
@@ -310,6 +311,9 @@ def served_model(
     shapes = step_shapes(settings.scheduler, step_cost(config, dtype=dtype), verify_rows=verify_rows)
     if num_adapters := settings.adapters.num_per_step:
         shapes = (*shapes, *(replace(shape, num_adapters=num_adapters) for shape in shapes))
+    if draft is not None:
+        num_singles = shapes[-1].num_singles
+        shapes = (*shapes, *(replace(s, drafts_rest=True) for s in shapes if s.num_singles <= num_singles))
     of_draft = None if draft is None else draft_config(draft, config, pool=settings.pool_format)
     processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
     served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)

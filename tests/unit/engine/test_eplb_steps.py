@@ -13,7 +13,7 @@ from rayserve_moe.balancing.placement import (
     identity_placement,
     placement_from,
 )
-from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps
+from rayserve_moe.engine.eplb.steps import COUNTS_EVERY, EplbSteps, placement_elsewhere
 from rayserve_moe.engine.executor import GroupLayout
 from tests.support.experts.eplb_proposals import CountedSteps
 from tests.support.experts.placements import random_placement
@@ -153,3 +153,42 @@ def test_plans_for_ranks_that_are_gone_are_dropped(was_wanted: bool) -> None:
     after = CountedSteps(eplb, np.ones((now.num_layers, now.num_experts)), tokens_per_step=10)
     after.run(200)
     after.assert_hold(wanted)
+
+
+def num_taken(placement: ExpertPlacement, former_ranks: list[int | None]) -> int:
+    """Return the slots whose expert their rank, which was another of START, did not have."""
+    had, has = (each.expert_of_slot.reshape(each.num_layers, each.ep_size, -1) for each in (START, placement))
+    return sum(
+        expert not in (() if former is None else had[layer, former])
+        for rank, former in enumerate(former_ranks)
+        for layer in range(START.num_layers)
+        for expert in has[layer, rank]
+    )
+
+
+@pytest.mark.parametrize(
+    ("former_ranks", "num_redundant"),
+    [([0, 2, 3], 3), ([3, 1, 0], 3), ([None, 1, 2, 0, 3], 3), ([1, 0, 3, 2, None, None], 0)],
+)
+def test_hosts_of_another_number_begin_with_experts_that_they_have(
+    former_ranks: list[int | None], num_redundant: int
+) -> None:
+    eplb, steps = moving()
+    steps.run(64)
+    wanted = placement_elsewhere(eplb, former_ranks, num_redundant=num_redundant)
+    assert wanted is not None and wanted.num_redundant == num_redundant
+    had = START.expert_of_slot.reshape(START.num_layers, START.ep_size, -1)
+    staying = [rank for rank in former_ranks if rank is not None]
+    num_lost = sum(START.num_experts - len(set(layer[staying].flat)) for layer in had)
+    num_empty = START.num_layers * former_ranks.count(None) * wanted.slots_per_rank
+    assert num_taken(wanted, former_ranks) <= 4 / 3 * max(num_lost, num_empty)
+    layout = GroupLayout(num_expert_ranks=len(former_ranks), num_redundant_experts=num_redundant, placement=wanted)
+    eplb.restart(layout)
+    assert eplb.migration.placement is wanted and eplb.first is wanted
+    eplb.change_weights()
+    assert eplb.first is wanted, "hosts that replace others read a checkpoint in this order"
+
+
+def test_experts_that_never_move_are_in_their_own_order_on_any_number_of_hosts() -> None:
+    eplb = EplbSteps(Migration(START, hosts=2, slots_per_step=1), moves_experts=False)
+    assert placement_elsewhere(eplb, [0, 1], num_redundant=0) is None

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.files import open_checkpoint
-from rayserve_moe.checkpoints.open_shares import WeightShare
+from rayserve_moe.checkpoints.names import walk
+from rayserve_moe.checkpoints.open_shares import ShareBytes, WeightShare
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights import share as weight_share
-from rayserve_moe.execution.weights.placing import load_weights
+from rayserve_moe.execution.weights.placing import load_weights, parameter_tree
 from rayserve_moe.execution.weights.share import ShareError, write_share
 from tests.support.experts.placements import random_placement
 from tests.unit.execution.test_staged_weights import loaded
@@ -26,7 +27,7 @@ def shares_of(writer: HostRunner, monkeypatch: pytest.MonkeyPatch, *, num_hosts:
     for host in range(num_hosts):
         own = [each for number, each in enumerate(blocks) if number % num_hosts == host or each[0] in whole]
         monkeypatch.setattr(weight_share, "_blocks", lambda *_, own=own: iter(own))
-        shares.append(write_share("a", writer.weights, staged={}))
+        shares.append(write_share("a", writer.weights, staged={}, by_slot=slot_paths(writer)))
     return shares
 
 
@@ -68,6 +69,81 @@ def test_what_a_group_of_another_size_has_read_is_what_a_checkpoint_holds(
         reader.load(spread=shares[1:] if len(shares) > 1 else [nothing_of(monkeypatch, writer)])
     for share in shares:
         share.close()
+
+
+def slot_paths(runner: HostRunner) -> set[tuple[str, ...]]:
+    """Paths of the parameters of experts."""
+    tree = parameter_tree(runner.config, dtype=runner.served.dtype)
+    return {path for path, spec in walk(tree) if spec.num_experts}
+
+
+def test_of_the_experts_of_other_hosts_only_those_that_belong_here_are_read(
+    core_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host of two had a quarter of all experts: it reads another quarter from the others."""
+    writer = loaded(core_checkpoint, mesh=(4, 1))
+    shares, counts = shares_of(writer, monkeypatch, num_hosts=4), []
+
+    def counted(share: WeightShare) -> ShareBytes:
+        def read(start: int, stop: int) -> np.ndarray:
+            counts.append(stop - start)
+            return share.read(start, stop)
+
+        return ShareBytes(share.token, share.num_bytes, read)
+
+    held = [weight_share._Held(each) for each in (shares[1], *map(counted, shares))]
+    counts.clear()
+    own_order = writer.placement.expert_of_slot
+    tree = parameter_tree(writer.config, dtype=writer.served.dtype)
+    for path, spec in [each for each in walk(tree) if each[1].num_experts]:
+        whole = np.asarray(writer.weights.params[path[0]][path[1]])
+        region = tuple((0, size if dim != 1 else size // 2) for dim, size in enumerate(whole.shape))
+        (first, stop), num_slots = held[0].regions(path)[0][1], whole.shape[1]
+        half = np.arange(first, 2 * stop - first) % num_slots
+        experts = own_order[:, half], own_order
+        found = weight_share._gathered_experts(held, path, spec=spec, region=region, experts_MP=experts)
+        np.testing.assert_array_equal(found, whole[:, half])
+        assert sum(counts) == whole.nbytes // 4
+        counts.clear()
+    for share in shares:
+        share.close()
+
+
+def test_hosts_load_experts_where_a_placement_wants_them(core_checkpoint: Path) -> None:
+    """From a checkpoint and from shares of a group of another size."""
+    given = loaded(core_checkpoint, mesh=(3, 1), num_redundant=4)
+    placement, writer = random_placement(given.placement, 7), loaded(core_checkpoint, mesh=(2, 1))
+    runner = HostRunner(given.served.settings, given.config.plan, placement=placement)
+    share = write_share("a", writer.weights, staged={}, by_slot=slot_paths(writer))
+    files = open_checkpoint(core_checkpoint)
+    wanted = load_weights(files, runner.config, dtype=runner.served.dtype, placement=placement)
+    for spread in ((), (share,)):
+        runner.load(spread=spread)
+        for found, expected in zip(*map(jax.tree.leaves, (runner.weights, wanted)), strict=True):
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    assert runner.placement is placement
+    share.close()
+
+
+def test_a_damaged_expert_is_not_taken(core_checkpoint: Path) -> None:
+    writer = loaded(core_checkpoint, mesh=(2, 1))
+    share = write_share("a", writer.weights, staged={}, by_slot=slot_paths(writer))
+    path = min(slot_paths(writer))
+    held = weight_share._Held(share)
+    region = held.regions(path)[0]
+    offset, checksums, _ = held._entry(path, region)
+    raw = share.read(0, share.num_bytes)
+    raw[offset] ^= 1
+    damaged = weight_share._Held(ShareBytes("a", len(raw), lambda start, stop: raw[start:stop].copy()))
+    dtype = writer.served.dtype
+    at = np.array([0]), np.array([1])
+    np.testing.assert_array_equal(
+        damaged.take_slots(path, region, at=at, dtype=dtype), held.take_slots(path, region, at=at, dtype=dtype)
+    )
+    assert len(checksums) > 1
+    with pytest.raises(ShareError, match="damaged"):
+        damaged.take_slots(path, region, at=(np.array([0]), np.array([0])), dtype=dtype)
+    share.close()
 
 
 def nothing_of(monkeypatch: pytest.MonkeyPatch, writer: HostRunner) -> WeightShare:

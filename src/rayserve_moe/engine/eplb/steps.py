@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from rayserve_moe.balancing.load_window import LoadReading
 from rayserve_moe.balancing.migration import Migration, MigrationPiece, check_alike
 from rayserve_moe.balancing.placement import ExpertPlacement, PlacementConflictError, PlacementError, identity_placement
 from rayserve_moe.balancing.placement_file import read_placement
-from rayserve_moe.balancing.planning import PlacementState
+from rayserve_moe.balancing.planning import PlacementState, carried_placement
 from rayserve_moe.config.settings import BalancingSettings, ParallelSettings, SettingsError
 from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.extension import NewWeights, ReplacedHosts, Reset, StepExtension
@@ -98,7 +99,7 @@ class EplbSteps(StepExtension):
         self.first = start
         """Placement of hosts that start now."""
         self._own_order = own_order or start
-        """Placement of experts in their own order."""
+        """Placement of experts that hosts read from a checkpoint."""
 
     def state(self) -> PlacementState | None:
         """Return the input for planning now, or None while a migration runs or is requested."""
@@ -195,17 +196,19 @@ class EplbSteps(StepExtension):
     def restart(self, layout: GroupLayout) -> None:
         """Restart on other hosts, which begin with the placement `first`, and migrate them to the former target.
 
-        If the number of ranks has changed, experts stay in their own order until a plan for these ranks arrives.
+        If the number of ranks has changed, experts stay in the placement of the layout, or in their own order, until a
+        plan for these ranks arrives.
         """
         with self._target_lock:
             target, first = self._wanted.pop() if self._wanted else self.migration.target, self.first
             if layout.num_expert_ranks != first.ep_size:
-                first = self.first = self._own_order = target = identity_placement(
+                own_order = layout.placement or identity_placement(
                     first.num_layers,
                     first.num_experts,
                     ep_size=layout.num_expert_ranks,
                     num_redundant=layout.num_redundant_experts,
                 )
+                first = self.first = self._own_order = target = own_order
             self.migration.reset(first, hosts=layout.num_hosts, slices=layout.num_slices)
             if target is not first:
                 self._wanted.append(target)
@@ -255,6 +258,19 @@ class EplbSteps(StepExtension):
             except PlacementError as error:  # the plan was made before hosts were lost
                 log.warning("ignored an expert plan: %s", error)
         return self.migration.next_piece()
+
+
+def placement_elsewhere(
+    eplb: EplbSteps, former_ranks: Several[int | None], *, num_redundant: int
+) -> ExpertPlacement | None:
+    """Return the placement for hosts of another number that move few experts (`carried_placement`).
+
+    None if experts stay in their own order. Call while no step is in flight.
+    """
+    if not eplb.moves_experts:
+        return None
+    tokens = eplb.reading.counts.astype(np.int32).view(np.uint32).astype(np.int64)
+    return carried_placement(eplb.first, tokens, former_ranks=former_ranks, num_redundant=num_redundant)
 
 
 def _peak_rows(before: np.ndarray, now: np.ndarray) -> np.ndarray:

@@ -18,8 +18,10 @@ NO_DRAFTS = np.zeros(0, np.int32)
 
 def with_drafting(schedule: Schedule, table: RowTable, *, wants_drafts: bool) -> Schedule:
     """Return the schedule with drafting on or off, and the tokens that follow prompt chunks for the draft model."""
-    plan, next_ids = schedule.plan, None
-    if plan.has_blocks:
+    plan, has_blocks, next_ids = schedule.plan, schedule.plan.has_blocks, None
+    if not has_blocks and plan.wants_drafts == wants_drafts:
+        return schedule
+    if has_blocks:
         chunks = plan.chunks
         next_ids = np.full(plan.num_chunks, -1, np.int32)
         ends = chunks.starts + chunks.lengths

@@ -21,11 +21,13 @@ from rayserve_moe.scheduling.verify_rows import follows, is_awaited
 
 REST = 4
 """Overlapped steps without drafts before and between estimates of whether drafts would pay."""
-LOOKS_BEFORE_BACKOFF, MAX_DOUBLINGS = 4, 3
-"""Unfavourable estimates in a row for a draft model after which the rest doubles with each further estimate.
+LOOKS_BEFORE_BACKOFF, MAX_DOUBLINGS = 3, 5
+"""Unfavourable estimates in a row after which the rest doubles with each further estimate.
 
-The rest doubles at most MAX_DOUBLINGS times.
+The rest doubles at most MAX_DOUBLINGS times, and only until estimates take LOOK_SHARE of the time.
 """
+LOOK_SHARE, MODEL_LOOK_STEPS = 0.01, 1.0
+"""Share of the time that estimates may take; plain steps that an estimate takes on the devices of a draft model."""
 FRUITLESS_STEPS = 2
 """Consecutive steps without drafts that end a trial."""
 FIRST_CREDIT, MAX_CREDIT, TRYING_CREDIT = 3.0, 8.0, 1.0
@@ -213,11 +215,16 @@ class Speculation:
         self._compare()
         if self._trial.num_plain >= FORGETTING_STEPS:
             self._trial.num_plain, self._verifying = 0, StepTimes()
-        found, backs_off = self._proposed(rows), isinstance(self.proposer, ModelProposer)
-        if not self._trial.starts(pays=self._chosen(len(rows), found) > 0, backs_off=backs_off):
+        found = self._proposed(rows)
+        pays = self._chosen(len(rows), found) > 0
+        if not pays:
             generations, starts = self._table.generations, self._table.num_tokens
             self._watched = [WatchedDrafts(row, int(generations[row]), int(starts[row]), found[row]) for row in found]
-        self.totals.draft_s += time.perf_counter() - begun
+        took = time.perf_counter() - begun
+        step_s = seconds_of(max(1, len(rows)), self._plain.known(), reach=self._reach)
+        num_steps = MODEL_LOOK_STEPS if isinstance(self.proposer, ModelProposer) else took / max(step_s, 1e-9)
+        self._trial.starts(pays=pays, max_rest=int(num_steps / LOOK_SHARE))
+        self.totals.draft_s += took
 
     def _compare(self) -> None:
         """Record how many of the watched drafts the following tokens have confirmed."""
@@ -271,17 +278,16 @@ class Trial:
         if self.credit < 0:
             self.rest = int((TRYING_CREDIT - self.credit) / CREDIT_OF_STEP)
 
-    def starts(self, *, pays: bool, backs_off: bool) -> bool:
-        """Return True if an estimate favours drafts, so that steps with drafts begin; otherwise rest.
+    def starts(self, *, pays: bool, max_rest: int) -> None:
+        """Begin steps with drafts if an estimate favours them; otherwise rest.
 
-        Rests grow with the number of unfavourable estimates in a row if the proposer `backs_off`.
+        Rests grow with the number of unfavourable estimates in a row, up to `max_rest`.
         """
         self.num_fruitless = 0
         self.num_declined = 0 if pays else self.num_declined + 1
         if not pays:
             doublings = min(max(self.num_declined - LOOKS_BEFORE_BACKOFF, 0), MAX_DOUBLINGS)
-            self.rest = REST << doublings if backs_off else REST
-        return pays
+            self.rest = max(REST, min(REST << doublings, max_rest))
 
 
 LADDER = (1, 3, 5, 7)

@@ -1,4 +1,4 @@
-"""Device computation of a draft model: its features in every step, and drafts after a step on demand.
+"""Device computation of a draft model: its keys in every step, its features and drafts after a step on demand.
 
 Its pool has the pages of the target's pool, so a cached prefix of the target is cached here too. Scratch pages per row
 follow, which hold the keys and values of drafts before a step verifies them.

@@ -261,8 +261,9 @@ def first_shapes(served: ServedModel) -> tuple[StepShape, ...]:
     if served.config.kernels.name != CPU_NATIVE.name or jax.process_count() > 1:
         return served.shapes
     needed = set[StepShape]()
-    for num_adapters in {shape.num_adapters for shape in served.shapes}:
-        alike = [shape for shape in served.shapes if shape.num_adapters == num_adapters]
+    shapes = [shape for shape in served.shapes if not shape.drafts_rest]
+    for num_adapters in {shape.num_adapters for shape in shapes}:
+        alike = [shape for shape in shapes if shape.num_adapters == num_adapters]
         for kind in (False, True):
             of_kind = [shape for shape in alike if bool(shape.num_blocks) == kind]
             needed |= {of_kind[0], of_kind[-1]}

@@ -121,7 +121,7 @@ def _adapter_programs(served: ServedModel, *, config: StepConfig) -> Iterator[Pr
 
 def step_name(shape: StepShape) -> str:
     """Return the name of the step of a shape, by the tokens of a data rank."""
-    ending = "_adapters" if shape.num_adapters else ""
+    ending = ("_adapters" if shape.num_adapters else "") + ("_rest" if shape.drafts_rest else "")
     if shape.num_blocks:
         return f"prefill_{shape.num_blocks * shape.block_tokens}{ending}"
     return f"decode_{shape.num_singles}{ending}"

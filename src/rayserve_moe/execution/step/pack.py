@@ -110,7 +110,8 @@ class Packer:
     def use(self, shapes: Sequence[StepShape]) -> None:
         """Restrict the choice to these of its shapes from now on. May be called from any thread."""
         decode = [self.layouts[shape] for shape in shapes if shape.num_blocks == 0 and not shape.num_adapters]
-        self._decode_layouts = sorted(decode, key=lambda layout: layout.shape.num_singles)
+        decode.sort(key=lambda layout: _size(layout.shape))
+        self._decode_layouts = decode, [layout for layout in decode if not layout.shape.drafts_rest]
         self.shapes = tuple(shapes)
 
     def fits(self, plan: StepPlan) -> bool:
@@ -172,7 +173,11 @@ class Packer:
         singles_before, num_singles = self._on_ranks(is_single, ranks)
         blocks_before, num_blocks = self._on_ranks(blocks, ranks)
         samples_before, num_samples = self._on_ranks(chunks.samples, ranks)
-        shapes = [shape for shape in self.shapes if bool(shape.num_adapters) == (plan.adapters is not None)]
+        shapes = [
+            shape
+            for shape in self.shapes
+            if bool(shape.num_adapters) == (plan.adapters is not None) and not (shape.drafts_rest and plan.wants_drafts)
+        ]
         shape = choose_shape(shapes, num_singles=max(*num_singles, *num_samples), num_blocks=max(num_blocks))
         return _Cut(shape, ranks, rows, is_single, takes_blocks, blocks, singles_before, blocks_before, samples_before)
 
@@ -218,7 +223,8 @@ class Packer:
         """Pack a decode step of a single rank, the common case, in few calls."""
         chunks = plan.chunks
         count, rows = len(chunks.rows), chunks.rows
-        layout = next(layout for layout in self._decode_layouts if layout.shape.num_singles >= count)
+        layouts = self._decode_layouts[plan.wants_drafts]
+        layout = next(layout for layout in layouts if layout.shape.num_singles >= count)
         vector, at, places = layout.padding.copy(), layout.slices, self._places[:count]
         num_samples = np.count_nonzero(chunks.samples)
         samples = places if num_samples == count else np.flatnonzero(chunks.samples)
@@ -286,7 +292,12 @@ def choose_shape(shapes: Sequence[StepShape], *, num_singles: int, num_blocks: i
     """Return the shape with the fewest tokens that holds the plan; the scheduler never exceeds the largest shape."""
     fitting = [s for s in shapes if s.num_singles >= num_singles and s.num_blocks >= num_blocks]
     assert fitting, f"no compiled shape holds {num_singles} single tokens and {num_blocks} prefill blocks"
-    return min(fitting, key=lambda s: s.num_tokens)
+    return min(fitting, key=_size)
+
+
+def _size(shape: StepShape) -> tuple[int, bool]:
+    """Return the key by which the smallest shape is chosen, of two with equal tokens the one without drafts."""
+    return shape.num_tokens, not shape.drafts_rest
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

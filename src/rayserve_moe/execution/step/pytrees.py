@@ -29,6 +29,8 @@ class StepShape:
     block_tokens: int
     num_adapters: int = 0
     """Adapters of a step; 0: no token has one."""
+    drafts_rest: bool = False
+    """True if no drafts follow such a step: of a draft model it only stores the keys."""
 
     @property
     def num_tokens(self) -> int:

@@ -161,7 +161,9 @@ class TensorStaging:
         try:
             if self.share_bytes * SPARE_SHARE > memory_available():
                 raise MemoryError(f"{self.share_bytes} bytes")
-            return write_share(token, self._weights(), staged=self._staged.ready)
+            tree = parameter_tree(self._served.config, dtype=self._served.dtype)
+            by_slot = {path for path, spec in walk(tree) if spec.num_experts}
+            return write_share(token, self._weights(), staged=self._staged.ready, by_slot=by_slot)
         except (OSError, MemoryError) as error:
             log.warning("the sent weights are not kept, and are lost with their host: %s", error)
             return None
