@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--layers", type=int, default=0, help="number of layers to compile (default: all)")
     what.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")
     where = parser.add_argument_group("where", "the slice that it is compiled for")
-    where.add_argument("--topology", default="", help="such as v6e:2x4, in the TPU compiler's spelling")
+    where.add_argument(
+        "--topology", default="", help="such as v6e:2x4, in the TPU compiler's spelling; or h200:1, a GPU and a number"
+    )
     where.add_argument("--slices", type=int, help="number of slices of that topology (default: 1)")
     where.add_argument("--dp", type=int, default=0, help="data ranks (default: all devices / tp)")
     where.add_argument("--tp", type=int, default=0, help="devices that share the heads (default: 1, or devices / dp)")

@@ -1,4 +1,4 @@
-"""Compilation of a server's programs for a TPU topology on a host without TPUs, with a report on the results."""
+"""Compilation of a server's programs for TPUs or GPUs on a host without them, with a report on the results."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.dump import DumpFolder
 from rayserve_moe.tools.estimate.report import Estimator
 from rayserve_moe.tools.estimate.workload import StepSizes
+from rayserve_moe.tools.gpu_targets import is_gpu, limit_of
 from rayserve_moe.tools.program_report import ProgramReader, ProgramReport, figures_of
 from rayserve_moe.tools.served_cases import ServedCase, lay_out
 
@@ -36,8 +37,10 @@ COMPILER_ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_LOG_DIR": "disabled",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
-"""Environment of the TPU compiler on a host without TPUs: no lock file, no metadata server, no log."""
+"""Environment of the TPU compiler on a host without TPUs: no lock file, no metadata server, no log. Without GPUs jax's
+plugin for them does not look for a driver."""
 
 REPORTED_SECTIONS = ("model", "scheduler", "cache", "replay", "parallel", "experts", "balancing", "adapters")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -102,7 +105,7 @@ def check(
         raise ValueError(f"unknown report fields in the limits: {', '.join(sorted(unknown))}")
     say(f"laying out {case.name} on {case.topology}")
     served = lay_out(case)
-    limit = hbm_limit(served.config.plan.mesh.devices.flat[0])
+    limit = limit_of(case.topology) if is_gpu(case.topology) else hbm_limit(served.config.plan.mesh.devices.flat[0])
     num_pages = _num_pages(served, limit=limit)
     programs = _chosen(programs_of(served, num_pages=num_pages), names)
     reader = ProgramReader(served, num_pages=num_pages, limit=limit, topology=case.topology, estimator=estimator)
@@ -198,6 +201,6 @@ def _chosen(programs: list[Program], names: tuple[str, ...]) -> list[Program]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for package in ("jax", "libtpu"):
+    for package in ("jax", "libtpu", "jax-cuda13-plugin"):
         with contextlib.suppress(PackageNotFoundError):
             yield package, version(package)
