@@ -96,6 +96,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("pass --config, or --model and --topology")
     if options.limits and not Path(options.limits).is_file():
         raise ValueError(f"--limits {options.limits}: no such file")
+    is_of_gpu = options.topology.lower().startswith(("h100", "h200"))
+    if is_of_gpu and (options.estimate or options.row_sums):
+        raise ValueError("--estimate and --row-sums read what the TPU compiler writes: remove them for a GPU")
     check_model(options.model)
     sys.stderr.write("compile-check: loading the compiler\n")
     return importlib.import_module("rayserve_moe.tools.check_command").run(options)

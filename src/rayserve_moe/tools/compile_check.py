@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +21,7 @@ from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.programs.compiled import compile_programs, lowered, optimized
 from rayserve_moe.execution.programs.specs import Program, programs_of
 from rayserve_moe.execution.served_model import ServedModel, beside_weights
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.dump import DumpFolder
 from rayserve_moe.tools.estimate.report import Estimator
@@ -43,6 +44,8 @@ COMPILER_ENVIRONMENT = {
 plugin for them does not look for a driver."""
 
 REPORTED_SECTIONS = ("model", "scheduler", "cache", "replay", "parallel", "experts", "balancing", "adapters")
+MAX_COPY_OF_LAYER_BYTES = 128 << 20
+"""Maximum bytes of a layer's weights that a step with prompts may copy on a GPU: its attention, never its experts."""
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
@@ -126,7 +129,11 @@ def check(
         kv_pool_bytes=bytes_on_device(served.state(num_pages).pools),
         compilers=dict(_versions()),
         programs=reports,
-        faults=[fault for report in reports for fault in faults_of(report, (limits or {}).get(report.name, {}))],
+        faults=[
+            fault
+            for report in reports
+            for fault in faults_of(report, (limits or {}).get(report.name, {}), allowed=allowed_copies(report, case))
+        ],
     )
 
 
@@ -155,12 +162,24 @@ def estimator_of(case: ServedCase, *, dump: Path) -> Estimator:
     return Estimator(DumpFolder(dump), served.config, sizes)
 
 
-def faults_of(program: ProgramReport, limits: Mapping[str, int]) -> Iterator[str]:
+def allowed_copies(program: ProgramReport, case: ServedCase) -> tuple[str, ...]:
+    """Return the kinds of weights that a program may copy: on a GPU those of a layer, in a step with prompts.
+
+    XLA's products take a layer out of its stack. For prompts that is little beside the products; experts stay.
+    """
+    has_prompts = is_gpu(case.topology) and program.name.startswith("prefill")
+    large = MAX_COPY_OF_LAYER_BYTES * max(1, case.num_layers or spec_from_config(case.model).num_layers)
+    return tuple(kind for kind, size in program.copied_bytes.items() if has_prompts and size <= large)
+
+
+def faults_of(program: ProgramReport, limits: Mapping[str, int], *, allowed: Collection[str] = ()) -> Iterator[str]:
     """Yield why a program cannot be served: it does not compile, makes forbidden copies, or exceeds a limit."""
     if program.error:
         yield f"{program.name} does not compile: {program.error}"
         return
     for kind, size in program.copied_bytes.items():
+        if kind in allowed:
+            continue
         yield f"{program.name} copies {size / 1e6:.1f} MB of {kind}"
     if not program.is_in_place:
         yield f"{program.name} does not update its state in place"

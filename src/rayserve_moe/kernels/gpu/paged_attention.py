@@ -157,8 +157,8 @@ def _call(  # noqa: PLR0913 (arrays of the kernel)
     end_BI = jnp.max(positions_BIM, axis=-1) + 1
     first_BI = jnp.zeros_like(end_BI)
     if config.window:
-        least_BI = jnp.min(jnp.where(positions_BIM >= 0, positions_BIM, FAR), axis=-1)
-        first_BI = jnp.clip(least_BI - config.window + 1, 0, jnp.maximum(end_BI - 1, 0))
+        min_BI = jnp.min(jnp.where(positions_BIM >= 0, positions_BIM, FAR), axis=-1)
+        first_BI = jnp.clip(min_BI - config.window + 1, 0, jnp.maximum(end_BI - 1, 0))
     pool = kv_pages.reshape(-1, *kv_pages.shape[2:])
     of_block = (shares, num_blocks, num_kv, num_rows)
     share_of = pl.BlockSpec((None, None, None, sizes.rows), lambda i, m, s: (s, i // num_kv, i % num_kv, m))
