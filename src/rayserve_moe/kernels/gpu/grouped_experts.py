@@ -217,7 +217,8 @@ def _block(each: _Matrix, slot: jax.Array, rows: tuple[Any, int], columns: Any, 
 def _finished(total: jax.Array, each: _Matrix, slot: jax.Array, columns: Any) -> jax.Array:
     """Return a product times the scales of its columns, plus its bias."""
     if each.scales is not None and each.scales.shape[1] == 1:
-        total = total * plgpu.load(each.scales.at[slot, 0, columns])[None, :]
+        first = jnp.zeros((), jnp.int32)  # interpreted, Pallas takes no constant here
+        total = total * plgpu.load(each.scales.at[slot, first, columns])[None, :]
     if each.bias is not None:
         total = total + plgpu.load(each.bias.at[slot, columns])[None, :].astype(jnp.float32)
     return total
