@@ -68,7 +68,7 @@ QUICK = ("single tokens of ragged lengths", "sinks and a window over blocks", "l
 @pytest.fixture(autouse=True)
 def _few_shares(monkeypatch):
     """Programs of shares are interpreted one by one."""
-    monkeypatch.setattr(paged_attention, "MAX_PROGRAMS", 16)
+    monkeypatch.setattr(paged_attention, "MAX_PROGRAMS", 64)
 
 
 def arrays_of(shape: Shape) -> tuple[jax.Array, jax.Array, BlockPlaces, dict[str, Any]]:

@@ -34,9 +34,15 @@ def test_products_read_the_matrices_of_one_layer(num_tokens: int, dtype: str):
     stacks = [drawn(LAYERS, WIDTH, columns, seed=columns, dtype=dtype) for columns in (128, 64, 64)]
     found = stacked_products.multiply_stacked(x, stacks, layer, interpret=True)
     wanted = stacked_products.multiply_copied(x, stacks, layer)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.dtype == jnp.float32 and ours.shape == theirs.shape
-        np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=0)
+    assert found.dtype == jnp.float32 and found.shape == wanted.shape == (num_tokens, 256)
+    np.testing.assert_allclose(found, wanted, atol=2e-4, rtol=0)
+
+
+def test_tokens_are_converted_to_the_dtype_of_a_router():
+    x, stacks, layer = drawn(5, WIDTH, dtype="bfloat16"), [drawn(LAYERS, WIDTH, 64)], jnp.int32(LAYER)
+    assert str(PRODUCTS.choose(x, stacks, layer)) == "triton"
+    found = stacked_products.multiply_stacked(x, stacks, layer, interpret=True)
+    np.testing.assert_allclose(found, x.astype(jnp.float32) @ stacks[0][LAYER], atol=2e-4, rtol=0)
 
 
 def test_products_that_are_copied_say_why():
@@ -52,7 +58,16 @@ def test_products_that_are_copied_say_why():
 class Heads:
     """A layer's heads, and what they come to by the kernel and by the reference."""
 
-    def __init__(self, *, width: int = 64, values: int = 64, rotated: int = 64, tokens: int = 5, **more: Any) -> None:
+    def __init__(
+        self,
+        *,
+        has_biases: bool = False,
+        width: int = 64,
+        values: int = 64,
+        rotated: int = 64,
+        tokens: int = 5,
+        **more: Any,
+    ) -> None:
         dtype, self.has_norms = more.pop("dtype", "float32"), more.pop("has_norms", True)
         self.config = AttentionConfig(head_dim=width, eps=1e-6, value_dim=values, **more)
         sizes = {"q_LDH": HEADS * width, "k_LDG": KV_HEADS * width, "v_LDG": KV_HEADS * values}
@@ -61,6 +76,10 @@ class Heads:
         }
         if self.has_norms:
             self.stacks |= {f"{name}_norm_Lh": drawn(LAYERS, width, seed=ord(name), dtype=dtype) for name in "qk"}
+        if has_biases:
+            self.stacks |= {
+                f"{name[0]}_bias_L{name[-1]}": stack[:, 0] for name, stack in self.stacks.items() if "_LD" in name
+            }
         self.hidden = drawn(tokens, WIDTH, seed=9, dtype=dtype)
         self.rotation = Rotation(drawn(tokens, rotated // 2, seed=1), drawn(tokens, rotated // 2, seed=2))
         self.pool = drawn(6, 4, KV_HEADS, width + values, seed=3, dtype=dtype)
@@ -94,6 +113,7 @@ class Heads:
     [
         {},
         {"has_norms": False},
+        {"has_biases": True},
         {"rotated": 32},
         {"tokens": 1},
         {"tokens": 20, "values": 48},
@@ -165,8 +185,8 @@ def test_ties_go_to_the_smaller_id_and_nan_comes_first(num_experts: int):
     logits[1, 2], logits[2] = 1.0, -np.inf
     logits[2, 3] = np.nan
 
-    def products(*_: Any) -> list[jax.Array]:
-        return [jnp.asarray(logits)]
+    def products(*_: Any) -> jax.Array:
+        return jnp.asarray(logits)
 
     router = StackedRouter(jnp.zeros((1, WIDTH, num_experts)), None, None, jnp.int32(0))
     ids, _ = top_experts.choose_experts(

@@ -92,7 +92,7 @@ def _output(
 ) -> jax.Array:
     """Return the product with a layer's output matrix, with adapters if any, float32 [T, D]."""
     if adapters is None:
-        return products(attended_TH, [stacked.of_layers["o_LHD"]], stacked.layer)[0]
+        return products(attended_TH, [stacked.of_layers["o_LHD"]], stacked.layer)
     return with_adapters(
         jnp.matmul(attended_TH, of_layer["o_LHD"], preferred_element_type=jnp.float32),
         attended_TH,

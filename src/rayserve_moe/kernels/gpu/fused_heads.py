@@ -59,6 +59,8 @@ def unsupported_reason(
         return "neighbouring elements rotate"
     if "v_LDG" not in weights:
         return "values are keys"
+    if 0 < sum(bias in weights for _, bias in MATRICES) < len(MATRICES):
+        return "some projections have biases"
     if any(size & (size - 1) for size in (rotated // 2, width - rotated)):
         return f"{rotated} of {width} elements rotate, which are no powers of two"
     return "" if kv_pages.ndim == 4 else "the pool has other rows"
@@ -73,7 +75,7 @@ def project_and_write(  # noqa: PLR0913 (weights in several forms)
     rotation: Rotation,
     config: AttentionConfig,
     stacked: StackedWeights,
-    products: Callable[..., list[jax.Array]],
+    products: Callable[..., jax.Array],
     adapters: LayerAdapters | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -84,7 +86,7 @@ def project_and_write(  # noqa: PLR0913 (weights in several forms)
     """
     flat = _products(normed_TD, weights, stacked, products, adapters)
     num_tokens, width = len(normed_TD), config.head_dim
-    num_kv, num_heads = kv_pages.shape[2], flat[0].shape[1] // width
+    num_kv, num_heads = kv_pages.shape[2], stacked.of_layers["q_LDH"].shape[2] // width
     pool = kv_pages.reshape(-1, *kv_pages.shape[2:])
     norms = [stacked.of_layers[name] for name in ("q_norm_Lh", "k_norm_Lh") if name in stacked.of_layers]
     sizes = HeadSizes(
@@ -97,7 +99,8 @@ def project_and_write(  # noqa: PLR0913 (weights in several forms)
         rows=min(ROWS, power_of_two(num_tokens)),
     )
     layer_1 = jnp.reshape(stacked.layer, (1,)).astype(jnp.int32)
-    inputs = [layer_1, slots_T.astype(jnp.int32), *rotation, *flat, *norms, pool]
+    angles = [*rotation] if sizes.rotated else []
+    inputs = [layer_1, slots_T.astype(jnp.int32), flat, *angles, *norms, pool]
     queries, pool = pl.pallas_call(
         partial(_norm_rotate_write, sizes=sizes),
         grid=(cdiv(num_tokens, sizes.rows), num_heads + num_kv),
@@ -117,33 +120,39 @@ def _products(
     normed_TD: jax.Array,
     weights: Mapping[str, jax.Array],
     stacked: StackedWeights,
-    products: Callable[..., list[jax.Array]],
+    products: Callable[..., jax.Array],
     adapters: LayerAdapters | None,
-) -> list[jax.Array]:
-    """Return queries, keys and values as they are projected, with their biases and adapters, [T, heads * width]."""
+) -> jax.Array:
+    """Return queries, keys and values as they are projected, with biases and adapters, [T, heads of all * width]."""
     if adapters is not None:
-        return [
+        made = (
             project(normed_TD, weights[matrix], weights.get(bias), name=matrix, adapters=adapters)
             for matrix, bias in MATRICES
-        ]
+        )
+        return jnp.concatenate([*made], axis=1)
     made = products(normed_TD, [stacked.of_layers[matrix] for matrix, _ in MATRICES], stacked.layer)
-    rounded = [each.astype(normed_TD.dtype) for each in made]
-    biases = (weights.get(bias) for _, bias in MATRICES)
-    return [each if bias is None else each + bias for each, bias in zip(rounded, biases, strict=True)]
+    biases = [weights[bias] for _, bias in MATRICES if bias in weights]
+    rounded = made.astype(normed_TD.dtype)
+    return rounded + jnp.concatenate(biases) if len(biases) == len(MATRICES) else rounded
 
 
 def _norm_rotate_write(*refs: Any, sizes: HeadSizes) -> None:
     """Norm and rotate a head of some tokens; a KV head is written to the pool, with its values."""
-    layer_1, slots_T, cos, sin, queries, keys, values, *norms, _, out, pool = refs
+    layer_1, slots_T, flat, *others, _, out, pool = refs
+    num_angles = 2 if sizes.rotated else 0
+    rotation, norms = others[:num_angles], others[num_angles:]
     head = pl.program_id(1)
     # The last program may have too many tokens: it computes the last one several times.
     tokens = jnp.minimum(pl.program_id(0) * sizes.rows + jnp.arange(sizes.rows), slots_T.shape[0] - 1)
     half = sizes.rotated // 2
-    angles = [plgpu.load(at_rows(each, tokens, first=0, size=half)) for each in (cos, sin)] if half else []
+    angles = [plgpu.load(at_rows(each, tokens, first=0, size=half)) for each in rotation]
     finish = partial(_norm_and_rotate, angles=angles, sizes=sizes)
 
-    def load(heads: Any, at: jax.Array) -> list[jax.Array]:
-        return [plgpu.load(at_rows(heads, tokens, first=at + start, size=size)) for start, size in _spans(sizes)]
+    keys_at = sizes.num_heads * sizes.width
+    values_at = keys_at + pool.shape[1] * sizes.width
+
+    def load(at: jax.Array) -> list[jax.Array]:
+        return [plgpu.load(at_rows(flat, tokens, first=at + start, size=size)) for start, size in _spans(sizes)]
 
     def scales(number: int) -> list[jax.Array]:
         return [plgpu.load(norms[number].at[layer_1[0], pl.ds(*span)]) for span in _spans(sizes)] if norms else []
@@ -151,7 +160,7 @@ def _norm_rotate_write(*refs: Any, sizes: HeadSizes) -> None:
     @pl.when(head < sizes.num_heads)
     def _() -> None:
         at = head * sizes.width
-        parts = finish(load(queries, at), scales(0))
+        parts = finish(load(at), scales(0))
         for (start, _), part in zip(_spans(sizes), parts, strict=True):
             plgpu.store(at_rows(out, tokens, first=at + start, size=part.shape[1]), part.astype(out.dtype))
 
@@ -159,11 +168,11 @@ def _norm_rotate_write(*refs: Any, sizes: HeadSizes) -> None:
     def _() -> None:
         own = head - sizes.num_heads
         slots = plgpu.load(slots_T.at[tokens])
-        parts = finish(load(keys, own * sizes.width), scales(1))
+        parts = finish(load(keys_at + own * sizes.width), scales(1))
         for (start, _), part in zip(_spans(sizes), parts, strict=True):
             plgpu.store(at_rows(pool, slots, own, first=start, size=part.shape[1]), _stored(part, pool.dtype))
         for start, size in parts_of(sizes.values):
-            part = plgpu.load(at_rows(values, tokens, first=own * sizes.values + start, size=size))
+            part = plgpu.load(at_rows(flat, tokens, first=values_at + own * sizes.values + start, size=size))
             plgpu.store(at_rows(pool, slots, own, first=sizes.width + start, size=size), _stored(part, pool.dtype))
 
 

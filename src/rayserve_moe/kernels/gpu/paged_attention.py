@@ -84,26 +84,18 @@ def attend(  # noqa: PLR0913 (the reference's signature)
     assert places.chosen_BQK is None, "tables choose another kernel for chosen positions"
     num_blocks, num_queries, num_heads, width = queries_BQHh.shape
     num_kv, page_size = kv_pages.shape[2], kv_pages.shape[1]
-    group, num_pages = num_heads // num_kv, places.page_table_BP.shape[1]
     values = latent_width or value_width or width
-    num_rows = num_queries * group
     sizes = _sizes(
         (width, values, 0 if latent_width else width),
-        num_rows=num_rows,
+        num_rows=num_queries * num_heads // num_kv,
         num_programs=num_blocks * num_kv,
-        num_keys=num_pages * page_size,
+        num_keys=places.page_table_BP.shape[1] * page_size,
         page_size=page_size,
     )
     dtype = jnp.float32 if kv_pages.dtype == jnp.float32 else jnp.bfloat16
-    queries_BGMh = queries_BQHh.astype(dtype).reshape(num_blocks, num_queries, num_kv, group, width)
-    queries_BGMh = queries_BGMh.transpose(0, 2, 1, 3, 4).reshape(num_blocks, num_kv, num_rows, width)
-    padding = -num_rows % sizes.rows
-    queries_BGMh = jnp.pad(queries_BGMh, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    positions_BM = jnp.pad(jnp.repeat(places.positions_BQ, group, axis=1), ((0, 0), (0, padding)), constant_values=-1)
-    found = _call(queries_BGMh, kv_pages, places.page_table_BP, positions_BM, config, sizes, interpret)
-    out_BGMv = _sum_of_shares(*found, None if sinks_H is None else _sinks(sinks_H, num_kv, num_queries, padding))
-    out = out_BGMv[:, :, :num_rows].reshape(num_blocks, num_kv, num_queries, group, values)
-    return out.transpose(0, 2, 1, 3, 4).reshape(num_blocks, num_queries, num_heads, values).astype(queries_BQHh.dtype)
+    found = _call(queries_BQHh.astype(dtype), kv_pages, places, config, sizes, interpret)
+    out_BQHv = _sum_of_shares(*found, sinks_H)
+    return out_BQHv.astype(queries_BQHh.dtype)
 
 
 def attend_or_choose(
@@ -134,69 +126,59 @@ def _sizes(widths: tuple[int, int, int], *, num_rows: int, num_programs: int, nu
     return Sizes(width, values, values_at, rows, keys, shares, page_size, warps, stages)
 
 
-def _sinks(sinks_H: jax.Array, num_kv: int, num_queries: int, padding: int) -> jax.Array:
-    """Return the sink of each row of a KV head, float32 [G, M]."""
-    sinks_Gg = sinks_H.astype(jnp.float32).reshape(num_kv, -1)
-    return jnp.pad(jnp.tile(sinks_Gg, (1, num_queries)), ((0, 0), (0, padding)))
-
-
-def _call(  # noqa: PLR0913 (arrays of the kernel)
-    queries_BGMh: jax.Array,
+def _call(
+    queries_BQHh: jax.Array,
     kv_pages: jax.Array,
-    page_table_BP: jax.Array,
-    positions_BM: jax.Array,
+    places: BlockPlaces,
     config: ScoreConfig,
     sizes: Sizes,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return values [S, B, G, M, v], the largest score and the sum of weights of each share, all float32."""
-    num_blocks, num_kv, num_rows, width = queries_BGMh.shape
-    num_parts, shares = num_rows // sizes.rows, sizes.shares
-    positions_BM = positions_BM.astype(jnp.int32)
-    positions_BIM = positions_BM.reshape(num_blocks, num_parts, sizes.rows)
-    end_BI = jnp.max(positions_BIM, axis=-1) + 1
-    first_BI = jnp.zeros_like(end_BI)
-    if config.window:
-        min_BI = jnp.min(jnp.where(positions_BIM >= 0, positions_BIM, FAR), axis=-1)
-        first_BI = jnp.clip(min_BI - config.window + 1, 0, jnp.maximum(end_BI - 1, 0))
-    pool = kv_pages.reshape(-1, *kv_pages.shape[2:])
-    of_block = (shares, num_blocks, num_kv, num_rows)
-    share_of = pl.BlockSpec((None, None, None, sizes.rows), lambda i, m, s: (s, i // num_kv, i % num_kv, m))
-    values_of = pl.BlockSpec(
-        (None, None, None, sizes.rows, sizes.values), lambda i, m, s: (s, i // num_kv, i % num_kv, m, 0)
-    )
-    return pl.pallas_call(
-        partial(_attend, sizes=sizes, config=config, scale=config.scale_for(width)),
-        grid=(num_blocks * num_kv, num_parts, shares),
-        in_specs=[
-            pl.BlockSpec((None, None, sizes.rows, width), lambda i, m, s: (i // num_kv, i % num_kv, m, 0)),
-            pl.BlockSpec((None, sizes.rows), lambda i, m, s: (i // num_kv, m)),
-            pl.BlockSpec((None, page_table_BP.shape[1]), lambda i, m, s: (i // num_kv, 0)),
-            pl.BlockSpec((None, 1), lambda i, m, s: (i // num_kv, m)),
-            pl.BlockSpec((None, 1), lambda i, m, s: (i // num_kv, m)),
-            pl.BlockSpec(pool.shape, lambda i, m, s: (0, 0, 0)),
-        ],
-        out_specs=[values_of, share_of, share_of],
+    """Return values [S, B, Q, H, v], the largest score and the sum of weights of each share, all float32."""
+    num_blocks, num_queries, num_heads, width = queries_BQHh.shape
+    num_kv, table_BP = kv_pages.shape[2], places.page_table_BP
+    num_rows, shape = num_blocks * num_queries * num_heads, (sizes.shares, num_blocks, num_queries, num_heads)
+    out, largest, weight = pl.pallas_call(
+        partial(_attend, sizes=sizes, config=config, num_queries=num_queries, num_heads=num_heads),
+        grid=(num_blocks * num_kv, cdiv(num_queries * num_heads // num_kv, sizes.rows), sizes.shares),
         out_shape=[
-            jax.ShapeDtypeStruct((*of_block, sizes.values), jnp.float32),
-            jax.ShapeDtypeStruct(of_block, jnp.float32),
-            jax.ShapeDtypeStruct(of_block, jnp.float32),
+            jax.ShapeDtypeStruct((sizes.shares, num_rows, sizes.values), jnp.float32),
+            jax.ShapeDtypeStruct((sizes.shares, num_rows), jnp.float32),
+            jax.ShapeDtypeStruct((sizes.shares, num_rows), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
         interpret=interpret,
         name="gpu_paged_attention",
-    )(queries_BGMh, positions_BM, page_table_BP.astype(jnp.int32), first_BI, end_BI, pool)
+    )(
+        queries_BQHh.reshape(num_rows, width),
+        places.positions_BQ.astype(jnp.int32),
+        table_BP.astype(jnp.int32),
+        kv_pages.reshape(-1, *kv_pages.shape[2:]),
+    )
+    return out.reshape(*shape, sizes.values), largest.reshape(shape), weight.reshape(shape)
 
 
-def _attend(*refs: Any, sizes: Sizes, config: ScoreConfig, scale: float) -> None:
-    """Attend the queries of a part to the keys of a share."""
-    queries, positions_M, pages, first, end, pool, out, largest, weight = refs
+def _attend(*refs: Any, sizes: Sizes, config: ScoreConfig, num_queries: int, num_heads: int) -> None:
+    """Attend the queries of a part, all of a KV head, to the keys of a share."""
+    queries, positions_BQ, pages, pool, out, largest, weight = refs
     num_kv, dtype = pool.shape[1], queries.dtype
-    head, share = pl.program_id(0) % num_kv, pl.program_id(2)
+    block, head, share = pl.program_id(0) // num_kv, pl.program_id(0) % num_kv, pl.program_id(2)
+    group, scale = num_heads // num_kv, config.scale_for(sizes.width)
+    # The rows of a KV head: the query heads of its group, query by query.
+    numbers_M = pl.program_id(1) * sizes.rows + jnp.arange(sizes.rows)
+    is_row, query_M = numbers_M < num_queries * group, numbers_M // group
+    rows_M = (block * num_queries + query_M) * num_heads + head * group + numbers_M % group
+    positions = plgpu.load(positions_BQ.at[jnp.broadcast_to(block, rows_M.shape), query_M], mask=is_row, other=-1)
+    last = jnp.max(positions) + 1
+    first = jnp.zeros_like(last)
+    if config.window:
+        first = jnp.maximum(jnp.min(jnp.where(positions >= 0, positions, FAR)) - config.window + 1, 0)
     key_parts, value_parts = parts_of(sizes.width), parts_of(sizes.values)
-    positions, last = positions_M[...], end[0]
-    queries_of = [queries[:, pl.ds(start, size)] for start, size in key_parts]
-    first_span, num_spans = first[0] // sizes.keys, (last + sizes.keys - 1) // sizes.keys
+    queries_of = [
+        plgpu.load(at_rows(queries, rows_M, first=at, size=size), mask=is_row[:, None], other=0.0)
+        for at, size in key_parts
+    ]
+    first_span, num_spans = first // sizes.keys, (last + sizes.keys - 1) // sizes.keys
     per_share = (num_spans - first_span + sizes.shares - 1) // sizes.shares
     begin = first_span + share * per_share
 
@@ -208,9 +190,9 @@ def _attend(*refs: Any, sizes: Sizes, config: ScoreConfig, scale: float) -> None
         totals, best, weight_M = carry
         at = i * sizes.keys + jnp.arange(sizes.keys)
         # A weight of zero does not silence what an earlier owner of a page left ahead of a window: 0 * NaN is NaN.
-        is_there = (at >= first[0]) & (at < last)
-        of_page = plgpu.load(pages.at[at // sizes.page_size], mask=is_there, other=0)
-        rows = of_page * sizes.page_size + at % sizes.page_size
+        is_there = (at >= first) & (at < last)
+        page_at = pages.at[jnp.broadcast_to(block, at.shape), at // sizes.page_size]
+        rows = plgpu.load(page_at, mask=is_there, other=0) * sizes.page_size + at % sizes.page_size
         scores = _score(queries_of, [load(rows, start, size, is_there) for start, size in key_parts], scale, config)
         sees = at[None, :] <= positions[:, None]
         if config.window:
@@ -227,10 +209,12 @@ def _attend(*refs: Any, sizes: Sizes, config: ScoreConfig, scale: float) -> None
     nothing = tuple(jnp.zeros((sizes.rows, size), jnp.float32) for _, size in value_parts)
     start = nothing, jnp.full((sizes.rows,), MASKED, jnp.float32), jnp.zeros((sizes.rows,), jnp.float32)
     totals, best, weight_M = jax.lax.fori_loop(begin, jnp.minimum(begin + per_share, num_spans), visit, start)
+    shares_M = jnp.broadcast_to(share, rows_M.shape)
     for (at, size), total in zip(value_parts, totals, strict=True):
-        out[:, pl.ds(at, size)] = total
-    largest[...] = best
-    weight[...] = weight_M
+        place = out.at[shares_M[:, None], rows_M[:, None], (at + jnp.arange(size))[None, :]]
+        plgpu.store(place, total, mask=jnp.broadcast_to(is_row[:, None], total.shape))
+    plgpu.store(largest.at[shares_M, rows_M], best, mask=is_row)
+    plgpu.store(weight.at[shares_M, rows_M], weight_M, mask=is_row)
 
 
 def _score(queries: list[jax.Array], keys: list[jax.Array], scale: float, config: ScoreConfig) -> jax.Array:
@@ -241,15 +225,15 @@ def _score(queries: list[jax.Array], keys: list[jax.Array], scale: float, config
 
 
 def _sum_of_shares(
-    out_SBGMv: jax.Array, largest_SBGM: jax.Array, weight_SBGM: jax.Array, sinks_GM: jax.Array | None
+    out_SBQHv: jax.Array, largest_SBQH: jax.Array, weight_SBQH: jax.Array, sinks_H: jax.Array | None
 ) -> jax.Array:
-    """Return the weighted mean of the values of all shares, float32 [B, G, M, v]; zeros for rows that see nothing."""
-    best = jnp.max(largest_SBGM, axis=0)
-    if sinks_GM is not None:
-        best = jnp.maximum(best, sinks_GM)
-    factor = jnp.exp(largest_SBGM - best)
-    weight = jnp.sum(weight_SBGM * factor, axis=0)
-    if sinks_GM is not None:
-        weight += jnp.exp(sinks_GM - best)
-    out = jnp.sum(out_SBGMv * factor[..., None], axis=0)
+    """Return the weighted mean of the values of all shares, float32 [B, Q, H, v]; zeros for rows that see nothing."""
+    best = jnp.max(largest_SBQH, axis=0)
+    if sinks_H is not None:
+        best = jnp.maximum(best, sinks_H.astype(jnp.float32))
+    factor = jnp.exp(largest_SBQH - best)
+    weight = jnp.sum(weight_SBQH * factor, axis=0)
+    if sinks_H is not None:
+        weight += jnp.exp(sinks_H.astype(jnp.float32) - best)
+    out = jnp.sum(out_SBQHv * factor[..., None], axis=0)
     return out / jnp.where(weight == 0, 1.0, weight)[..., None]

@@ -29,15 +29,18 @@ def unsupported_reason(x_TD: jax.Array, matrices: list[jax.Array], *_: Any, **__
     if depth % DEPTH or any(width % COLUMNS for width in widths):
         sizes = " + ".join(map(str, widths))
         return f"a matrix of {depth} x {sizes} is not whole blocks of {DEPTH} x {COLUMNS}"
-    if any(matrix.dtype != x_TD.dtype for matrix in matrices):
+    if any(matrix.dtype not in (x_TD.dtype, jnp.float32) for matrix in matrices):
         return "tokens and matrices differ in dtype"
     return ""
 
 
 def multiply_stacked(
     x_TD: jax.Array, matrices_LDN: list[jax.Array], layer: jax.Array, *, interpret: bool = False
-) -> list[jax.Array]:
-    """Return the products of tokens with a layer of each stack, float32 [T, N]. `interpret` runs it without a GPU."""
+) -> jax.Array:
+    """Return the products of tokens with a layer of each stack beside each other, float32 [T, sum of N].
+
+    Tokens are converted to the dtype of the matrices. `interpret` runs it without a GPU.
+    """
     (num_tokens, depth), widths = x_TD.shape, [matrix.shape[2] for matrix in matrices_LDN]
     rows = min(MAX_ROWS, max(MIN_SIZE, power_of_two(num_tokens)))
     num_rows, num_columns = cdiv(num_tokens, rows), sum(widths) // COLUMNS
@@ -55,8 +58,7 @@ def multiply_stacked(
         interpret=interpret,
         name="gpu_stacked_product",
     )(jnp.reshape(layer, (1,)).astype(jnp.int32), x_TD, *matrices_LDN)
-    out_TN = jnp.sum(out, axis=0) if shares > 1 else out[0]
-    return jnp.split(out_TN, [start * COLUMNS for start in starts[1:-1]], axis=1)
+    return jnp.sum(out, axis=0) if shares > 1 else out[0]
 
 
 def _multiply(layer_1: Any, x: Any, *refs: Any, rows: int, shares: int, starts: list[int]) -> None:
@@ -75,13 +77,17 @@ def _multiply(layer_1: Any, x: Any, *refs: Any, rows: int, shares: int, starts: 
             def multiply(k: jax.Array, total: jax.Array) -> jax.Array:
                 at = share * depth + k * DEPTH
                 part = plgpu.load(at_rows(x, tokens, first=at, size=DEPTH), mask=is_row, other=0)
-                return total + product(part, plgpu.load(matrix.at[layer, pl.ds(at, DEPTH), columns]))
+                return total + product(
+                    part.astype(matrix.dtype), plgpu.load(matrix.at[layer, pl.ds(at, DEPTH), columns])
+                )
 
             total = jax.lax.fori_loop(0, depth // DEPTH, multiply, jnp.zeros((rows, COLUMNS), jnp.float32))
             place = out.at[share, pl.ds(row * rows, rows), pl.ds(column * COLUMNS, COLUMNS)]
             plgpu.store(place, total, mask=is_row)
 
 
-def multiply_copied(x_TD: jax.Array, matrices_LDN: list[jax.Array], layer: jax.Array) -> list[jax.Array]:
+def multiply_copied(x_TD: jax.Array, matrices_LDN: list[jax.Array], layer: jax.Array) -> jax.Array:
     """Return the products of `multiply_stacked` by XLA, which copies the layer's matrices first."""
-    return [jnp.matmul(x_TD, stack[layer], preferred_element_type=jnp.float32) for stack in matrices_LDN]
+    layers = [stack[layer] for stack in matrices_LDN]
+    made = [jnp.matmul(x_TD.astype(own.dtype), own, preferred_element_type=jnp.float32) for own in layers]
+    return jnp.concatenate(made, axis=1) if len(made) > 1 else made[0]

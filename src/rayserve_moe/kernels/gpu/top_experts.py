@@ -52,7 +52,7 @@ def choose_experts(  # noqa: PLR0913 (the signature of TPUs)
     top_k: int,
     score: str,
     finish: Callable[[jax.Array], jax.Array],
-    products: Callable[..., list[jax.Array]],
+    products: Callable[..., jax.Array],
     interpret: bool = False,
     **_: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -60,7 +60,7 @@ def choose_experts(  # noqa: PLR0913 (the signature of TPUs)
 
     As `tpu.top_experts.choose_experts`: the score plus the selection bias decides, and NaN comes first.
     """
-    (logits_TE,) = products(hidden_TD.astype(jnp.float32), [router.matrix_MDE], router.layer)
+    logits_TE = products(hidden_TD, [router.matrix_MDE], router.layer)
     num_tokens = len(logits_TE)
     names = [name for name in ("logit_bias_ME", "selection_bias_ME") if getattr(router, name) is not None]
     layer_1 = jnp.reshape(router.layer, (1,)).astype(jnp.int32)
