@@ -20,6 +20,7 @@ KERNELS = {
     "gpu_stacked_product",
     "gpu_experts_gate_up",
     "gpu_experts_down",
+    "gpu_tile_order",
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from rayserve_moe.kernels.adapters import RowAdapters
 from rayserve_moe.kernels.gpu import grouped_experts
+from rayserve_moe.kernels.gpu.tile_order import TileOrder
 from rayserve_moe.kernels.reference.activations import Activation
 from rayserve_moe.kernels.reference.expert_products import (
     ExpertWeights,
@@ -110,19 +111,21 @@ def test_matrices_of_8_bits_are_scaled_in_the_kernel(dtype: str, has_blocks: boo
 
 
 def planted(name: str) -> tuple[str, Any]:
-    tiles, finished, block = grouped_experts.tiles_of, grouped_experts._finished, grouped_experts._block
+    order, finished, block = grouped_experts.order_tiles, grouped_experts._finished, grouped_experts._block
 
-    def of_the_next_layer(*args: Any) -> grouped_experts.Tiles:
-        found = tiles(*args)
-        return found._replace(slot_I=(found.slot_I + SLOTS) % (LAYERS * SLOTS))
+    def of_the_next_layer(*args: Any, **named: Any) -> TileOrder:
+        found = order(*args, **named)
+        slots = (found.tiles.slot_I + SLOTS) % (LAYERS * SLOTS)
+        return found._replace(tiles=found.tiles._replace(slot_I=slots))
 
-    def one_row_late(*args: Any) -> grouped_experts.Tiles:
-        found = tiles(*args)
-        return found._replace(first_I=jnp.where(found.end_I > 0, found.first_I + 1, 0))
+    def one_row_late(*args: Any, **named: Any) -> TileOrder:
+        found = order(*args, **named)
+        first_I = jnp.where(found.tiles.end_I > 0, found.tiles.first_I + 1, 0)
+        return found._replace(tiles=found.tiles._replace(first_I=first_I))
 
     return {
-        "experts of another layer": ("tiles_of", of_the_next_layer),
-        "tiles that begin late": ("tiles_of", one_row_late),
+        "experts of another layer": ("order_tiles", of_the_next_layer),
+        "tiles that begin late": ("order_tiles", one_row_late),
         "no scales": ("_finished", lambda total, each, *place: finished(total, each._replace(scales=None), *place)),
         "no scales of blocks": ("_block", lambda each, *place: block(each._replace(scales=None), *place)),
     }[name]

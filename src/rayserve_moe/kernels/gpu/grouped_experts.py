@@ -18,18 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from rayserve_moe.kernels.gpu.blocks import MIN_SIZE, at_rows, largest_divisor, product
+from rayserve_moe.kernels.gpu.tile_order import order_tiles
 from rayserve_moe.kernels.narrow_weights import NARROW, SCALE_BLOCK
 from rayserve_moe.kernels.reference.activations import Activation, activate
 from rayserve_moe.kernels.reference.expert_products import LayerExperts
-from rayserve_moe.kernels.slot_order import order_by_slot, take
-
-
-class Tiles(NamedTuple):
-    """Rows in tiles: the slot of each in the flat weights, its first row, and one past its last row, int32 [I]."""
-
-    slot_I: jax.Array
-    first_I: jax.Array
-    end_I: jax.Array
+from rayserve_moe.kernels.slot_order import take
 
 
 class Blocks(NamedTuple):
@@ -73,14 +66,12 @@ def multiply_grouped(
 ) -> jax.Array:
     """Multiply as `multiply_in_blocks` does: [T, K, D] in the tokens' dtype. `interpret` runs it without a GPU."""
     weights, config = experts.weights, experts.config
-    (num_tokens, top_k), num_slots = slots_TK.shape, config.num_slots
+    num_tokens, top_k = slots_TK.shape
     _, width, inner = weights.up_XDF.shape
     blocks = blocks or blocks_for(tile_rows(config.mean_rows))
     num_rows, flat_TD = slots_TK.size, hidden_TD.reshape(num_tokens, width)
-    slots_P = jnp.minimum(slots_TK.reshape(-1), num_slots)
-    counts_S = jnp.sum(slots_P[:, None] == jnp.arange(num_slots), axis=0, dtype=jnp.int32)
-    token_P, place_P = order_by_slot(slots_TK, num_slots)
-    tiles = tiles_of(counts_S, num_rows, blocks.rows, experts.first_slot)
+    order = order_tiles(slots_TK, config.num_slots, blocks.rows, experts.first_slot, interpret=interpret)
+    tiles = order.tiles
     before = [(weights.up_XDF, weights.up_scale_XZF, weights.up_bias_XF)]
     if weights.gate_XDF is not None:
         before.insert(0, (weights.gate_XDF, weights.gate_scale_XZF, weights.gate_bias_XF))
@@ -99,10 +90,10 @@ def multiply_grouped(
         )(*given)
 
     gate_up = partial(_gate_up, activation=config.activation)
-    arrays = [*tiles, token_P.astype(jnp.int32), flat_TD, *(array for each in before for array in each)]
+    arrays = [*tiles, order.token_P.astype(jnp.int32), flat_TD, *(array for each in before for array in each)]
     inner_PF = call(gate_up, inner, width, arrays, "gpu_experts_gate_up")
     rows_PD = call(_down, width, inner, [*tiles, inner_PF, *down], "gpu_experts_down")
-    return take(rows_PD, place_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
+    return take(rows_PD, order.row_P).reshape(num_tokens, top_k, *hidden_TD.shape[1:])
 
 
 def tile_rows(mean: float) -> int:
@@ -121,22 +112,6 @@ def fitting(blocks: Blocks, columns: int, depth: int) -> Blocks:
     """Return the sizes, made smaller until they divide the columns and the inner width of a product."""
     deep = largest_divisor(depth, min(blocks.depth, SCALE_BLOCK))
     return blocks._replace(columns=largest_divisor(columns, blocks.columns), depth=deep)
-
-
-def tiles_of(counts_S: jax.Array, num_rows: int, height: int, first_slot: jax.Array | int) -> Tiles:
-    """Return the maximum number of tiles that rows can take; tiles that they do not take are empty."""
-    num_slots = len(counts_S)
-    of_slot_S = (counts_S + height - 1) // height
-    last_S = jnp.cumsum(of_slot_S)
-    begin_S = jnp.cumsum(counts_S) - counts_S
-    max_tiles = num_rows // height + min(num_slots, num_rows)
-    number_I = jnp.arange(max_tiles, dtype=jnp.int32)
-    slot_I = jnp.sum(last_S[None] <= number_I[:, None], axis=1, dtype=jnp.int32)
-    is_there_I = slot_I < num_slots
-    slot_I = jnp.minimum(slot_I, num_slots - 1)
-    first_I = begin_S[slot_I] + (number_I - (last_S - of_slot_S)[slot_I]) * height
-    end_I = jnp.minimum(first_I + height, (begin_S + counts_S)[slot_I])
-    return Tiles(first_slot + slot_I, jnp.where(is_there_I, first_I, 0), jnp.where(is_there_I, end_I, 0))
 
 
 def _with_absent(kernel: Any, is_there: list[bool], *refs: Any, **named: Any) -> None:
