@@ -205,6 +205,16 @@ PARTS: dict[str, Callable[[Record], None]] = {
 }
 
 
+COMPARED = {"correct", "drafts", "eplb"}
+"""Parts that compare with the answers of the CPU."""
+
+
+def cpu_answers(reference: Path) -> subprocess.Popen[bytes]:
+    """Start a process that writes the answers of the CPU."""
+    command = [sys.executable, "-m", "benchmarks.accelerator_correct", str(reference)]
+    return subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL)
+
+
 def main() -> None:
     """Run the parts; the exit status is 1 if one of them failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -216,12 +226,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     reference = options.out / "cpu.npz"
     reference.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.accelerator_correct", str(reference)]
-    beside = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL)
     record, has_failed = Record(options.out, options.small, reference), False
     if jax.devices()[0].platform == "cpu" and not options.small:
         sys.exit("jax has a CPU alone: `--small` shows that the script runs")
     chosen = [name for name in PARTS if not options.only or name in options.only.split(",")]
+    beside = cpu_answers(reference) if set(chosen) & COMPARED else None
     try:
         for name in chosen:
             share = SHARES[name] / sum(SHARES[each] for each in chosen)
@@ -234,8 +243,9 @@ def main() -> None:
                 traceback.print_exc()
                 record.say(name, error=type(error).__name__, text=str(error)[-800:])
     finally:
-        beside.terminate()
-        beside.wait()
+        if beside is not None:
+            beside.terminate()
+            beside.wait()
     record.say("done", seconds=round(time.perf_counter() - record.started, 1), failed=has_failed)
     sys.stdout.flush()
     os._exit(int(has_failed))
