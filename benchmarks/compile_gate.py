@@ -1,4 +1,4 @@
-"""Whole servers, compiled for whole TPU slices: every program of every config, and the sizes in the contract.
+"""Whole servers, compiled for whole TPU slices, or GPUs: every program of every config, and the sizes in the contract.
 
     python -m benchmarks.compile_gate [--layers 2] [--only qwen3_30b_a3b_v6e8] [--out FILE.json] [--write-limits]
 
@@ -50,6 +50,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
 }
 """Options by model, topology and feature. The number of sequences is as in MODELS."""
 
+CARDS: dict[str, tuple[str, ...]] = {
+    f"qwen3-30b-a3b@{card}": ("--programs", DECODE, "--context", "1280", "--return-routed-experts")
+    for card in ("h100:2", "h200:1", "h200:2")
+}
+"""Options by model and GPUs. They need the extra `gpu-compiler`, and run with `--only`."""
+
 JOBS = 2
 """Programs that compile at a time if only a few layers are compiled. Whole models compile alone, as they are timed."""
 KEY = "compile_gate"
@@ -65,6 +71,9 @@ def options_of(case: str) -> tuple[str, ...]:
     if case in FEATURES:
         model, topology = case.partition(", ")[0].split("@")
         return ("--model", model, "--topology", topology, *FEATURES[case])
+    if case in CARDS:
+        model, topology = case.split("@")
+        return ("--model", model, "--topology", topology, *CARDS[case])
     model, slice_and_more = case.split("@")
     topology, _, redundant = slice_and_more.partition("+")
     moves = ("--redundant-experts", redundant) if redundant else ()
@@ -107,7 +116,7 @@ def main() -> int:
     """Check every case, writing the result file after each; then print its table. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", choices=[*CONFIGS, *MODELS, *FEATURES], action="append", help="may be given more than once"
+        "--only", choices=[*CONFIGS, *MODELS, *FEATURES, *CARDS], action="append", help="may be given more than once"
     )
     parser.add_argument("--layers", type=int, default=0, help="only so many layers, and the configs alone")
     parser.add_argument("--jobs", type=int, default=JOBS, help="programs at a time, with few layers")

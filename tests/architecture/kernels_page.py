@@ -18,6 +18,7 @@ from rayserve_moe.kernels.table import (
     BLOCK_ATTENTION,
     CPU,
     CPU_NATIVE,
+    GPU,
     GROUPED_ATTENTION,
     LATENT_ATTENTION,
     SPARSE_ATTENTION,
@@ -25,7 +26,7 @@ from rayserve_moe.kernels.table import (
 )
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
-TABLES = (CPU, TPU, CPU_NATIVE)
+TABLES = (CPU, TPU, GPU, CPU_NATIVE)
 INTRODUCTION = """# Kernels
 
 Look here to see which implementations an operation of a step has, in which order they are tried, and why one of them
@@ -41,6 +42,8 @@ LOG_NAMES = {
     "add_norm": "add_norm",
     "attention.norm_and_project": "norm_and_project",
     "attention.project": "project",
+    "attention.project_and_write": "project_and_write",
+    "attention.products": "products",
     "experts.choose": "router",
     "experts.results": "expert_product",
     "experts.sums": "expert_product",

@@ -58,7 +58,7 @@ def first_sentence(file: Path) -> str:
     elif file.suffix in (".h", ".cc"):
         comment = re.match(r"(?://.*\n)*", file.read_text(encoding="utf-8"))
         said = re.sub(r"^// ?", "", comment[0], flags=re.MULTILINE) if comment else ""
-    elif file.suffix == ".yaml":
+    elif file.suffix in (".yaml", ".txtpb"):
         comment = re.match(r"(?:#.*\n)*", file.read_text(encoding="utf-8"))
         said = re.sub(r"^# ?", "", comment[0], flags=re.MULTILINE) if comment else ""
     elif file.parent.name == "presets":

@@ -25,12 +25,13 @@ from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.cluster.step_transport import listen_for_steps
 from rayserve_moe.cluster.weight_keepers import KeptShare, opened_here
 from rayserve_moe.cluster.worker_tensors import WorkerTensors
-from rayserve_moe.config.derive import sent_copies
+from rayserve_moe.config.derive import sent_copies, server_platform
 from rayserve_moe.config.load import set_compiler_flag, set_environment_defaults
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.execution.fewer_hosts import Parts, pages_beside_copies, pages_with_fewest, settings_of_any_size
 from rayserve_moe.execution.memory import free_bytes
 from rayserve_moe.execution.native_kernels import kernels_in_words
+from rayserve_moe.execution.platforms import check_platform
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.weights.placing import open_model
@@ -177,6 +178,8 @@ class HostPlace:
     num_hosts: int
     num_cpu_devices: int
     """Number of emulated devices; 0: the host's own."""
+    platform: str = "auto"
+    """Platform that the devices must have."""
     data_size: int = 1
     num_slices: int = 1
     collective_timeout_s: float = 120.0
@@ -194,7 +197,8 @@ def place_of(
     return HostPlace(
         host_id,
         parallel.num_hosts,
-        num_cpu_devices=0 if cluster.tpu_topology else max(1, parallel.devices_per_host),
+        num_cpu_devices=max(1, parallel.devices_per_host) if server_platform(cluster) == "cpu" else 0,
+        platform=server_platform(cluster),
         data_size=parallel.data_parallel_size,
         num_slices=parallel.num_slices,
         collective_timeout_s=cluster.step_timeout_s,
@@ -219,6 +223,7 @@ def lay_out(
         devices = jax.devices()
     else:
         devices = local_devices(place.num_cpu_devices)
+    check_platform(devices, wanted=place.platform)
     enter(LOADING)
     plan = plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
     if place.parts is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +17,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.tpu import get_tpu_coordinator_env_vars, infer_tpu_pod_type_from_topology, slice_placement_group
 
-from rayserve_moe.config.derive import group_sizes, units_of_loss
+from rayserve_moe.config.derive import group_sizes, server_platform, units_of_loss
 from rayserve_moe.config.setting_fields import DAY_S
-from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
+from rayserve_moe.config.settings import ClusterSettings, ParallelSettings, SettingsError
 from rayserve_moe.config.topology import TpuSlice, slice_for
 from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.execution.fewer_hosts import Parts
@@ -114,6 +114,7 @@ class GroupPlaces:
             replace(self._cluster, start_timeout_s=timeout_s),
             num_hosts=size.num_hosts,
             num_slices=size.num_slices,
+            devices_per_host=size.devices_per_host,
             given_up=self._given_up,
         )
         self.parallel = size
@@ -148,7 +149,11 @@ class ReturnWatch:
         while not self._stopped.is_set():
             try:
                 place = reserve_slice(
-                    cluster, num_hosts=missing.num_hosts, num_slices=missing.num_slices, given_up=self._stopped
+                    cluster,
+                    num_hosts=missing.num_hosts,
+                    num_slices=missing.num_slices,
+                    devices_per_host=missing.devices_per_host,
+                    given_up=self._stopped,
                 )
             except (GivenUpError, TimeoutError):
                 continue
@@ -207,7 +212,8 @@ class SliceReservation:
         amounts = self.host_resources if takes_resources else {}
         remote = actor_class.options(
             num_cpus=amounts.get("CPU", 0),
-            resources={name: amount for name, amount in amounts.items() if name != "CPU"},
+            num_gpus=amounts.get("GPU", 0),
+            resources={name: amount for name, amount in amounts.items() if name not in ("CPU", "GPU")},
             scheduling_strategy=strategy,
             runtime_env={"env_vars": environment} if environment else {},
             # A step is a task: recording each of them in the cluster's task events is not worth its cost.
@@ -232,18 +238,35 @@ class SliceReservation:
 
 
 def reserve_slice(
-    cluster: ClusterSettings, *, num_hosts: int, num_slices: int = 1, given_up: threading.Event | None = None
+    cluster: ClusterSettings,
+    *,
+    num_hosts: int,
+    num_slices: int = 1,
+    devices_per_host: int = 0,
+    given_up: threading.Event | None = None,
 ) -> SliceReservation:
     """Reserve `num_hosts` hosts in total over all slices, and wait for them.
 
     On TPU the slices are selected by `tpu_topology` and `tpu_version`, because a plain placement group could mix hosts
-    of two slices. On a CPU cluster the hosts are spread over the nodes. Raises SettingsError, before anything is
-    reserved, if the slices do not have this number of hosts; TimeoutError after `start_timeout_s`; GivenUpError once
-    another thread has set `given_up`. After an error nothing stays reserved.
+    of two slices. On a CPU cluster the hosts are spread over the nodes. With GPUs each host also takes
+    `devices_per_host` of them, or all of a node. Raises SettingsError, before anything is reserved, if the slices do
+    not have this number of hosts, or no node has a GPU; TimeoutError after `start_timeout_s`; GivenUpError once another
+    thread has set `given_up`. After an error nothing stays reserved.
     """
     if cluster.tpu_topology:
         return _reserve_tpu(cluster, num_hosts=num_hosts, num_slices=num_slices, given_up=given_up or threading.Event())
-    return _reserve_cpu(cluster, num_hosts, given_up or threading.Event())
+    resources = {"CPU": cluster.cpus_per_host}
+    if server_platform(cluster) == "gpu":
+        resources["GPU"] = float(devices_per_host or gpus_of_node(ray.nodes()))
+    return _reserve_nodes(cluster, num_hosts, given_up or threading.Event(), resources=resources)
+
+
+def gpus_of_node(nodes: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of GPUs of the node that has most. Raises SettingsError if no live node has one."""
+    counts = [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
+    if not any(counts):
+        raise SettingsError(f"platform gpu: Ray finds no GPU on any of {len(counts)} nodes")
+    return max(counts)
 
 
 def get(refs: Any, *, timeout_s: float, given_up: threading.Event) -> Any:
@@ -261,8 +284,9 @@ def get(refs: Any, *, timeout_s: float, given_up: threading.Event) -> Any:
     raise GivenUpError("the start was given up")
 
 
-def _reserve_cpu(cluster: ClusterSettings, num_hosts: int, given_up: threading.Event) -> SliceReservation:
-    resources = {"CPU": cluster.cpus_per_host}
+def _reserve_nodes(
+    cluster: ClusterSettings, num_hosts: int, given_up: threading.Event, *, resources: dict[str, float]
+) -> SliceReservation:
     group = placement_group([resources] * num_hosts, strategy="SPREAD")
     with ExitStack() as undo:
         undo.callback(remove_placement_group, group)

@@ -94,6 +94,13 @@ def group_sizes(cluster: ClusterSettings, parallel: ParallelSettings) -> tuple[P
     )
 
 
+def server_platform(cluster: ClusterSettings) -> str:
+    """Resolve `platform: auto` for the hosts of a server."""
+    if cluster.platform != "auto":
+        return cluster.platform
+    return "tpu" if cluster.tpu_topology else "cpu"
+
+
 def transport(cluster: ClusterSettings) -> str:
     """Resolve `transport: auto`."""
     if cluster.transport != "auto":

@@ -359,6 +359,8 @@ class ClusterSettings:
     they survive the loss of a node."""
     cpus_per_host: float = _number(0.5, (0, 1024))
     """Ray CPU resource that each emulated host reserves on a CPU cluster."""
+    platform: str = _choice("auto", "cpu", "gpu", "tpu")
+    """Devices that compute. `auto`: TPUs with `tpu_topology`, else a server's CPU, or what jax finds in one process."""
     tpu_topology: str = ""
     """Topology of the slice to reserve, such as `2x4`; empty runs on emulated hosts of a CPU cluster."""
     tpu_version: str = ""

@@ -141,6 +141,8 @@ def check_slices(cluster: ClusterSettings, parallel: ParallelSettings) -> None:
     """
     if not cluster.tpu_topology:
         return
+    if cluster.platform not in ("auto", "tpu"):
+        raise SettingsError(f"tpu_topology reserves TPUs, and platform is {cluster.platform}: remove one of them")
     tpu = slice_for(cluster, num_hosts=parallel.num_hosts, num_slices=parallel.num_slices)
     name = f"{tpu.version} {tpu.topology}"
     if parallel.devices_per_host not in (0, tpu.devices_per_host):

@@ -22,8 +22,10 @@ from rayserve_moe.experts.backends import choose_backend, product_shapes
 from rayserve_moe.experts.layer import router_choice
 from rayserve_moe.experts.slot_mapping import PlacedExperts
 from rayserve_moe.experts.tokens import RoutedTokens
+from rayserve_moe.kernels.attention_config import AttentionConfig
 from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.candidates import Choice
+from rayserve_moe.kernels.operations import AttentionKernels
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
 from rayserve_moe.kernels.reference.gated_delta import PIECE, DeltaPools, DeltaTokens, Pieces, RowEntries
 from rayserve_moe.kernels.reference.layers import Rotation
@@ -151,10 +153,39 @@ def _grouped_attention(
         rotation, stacked = rotation_of(shape), StackedWeights(weights, LAYER)
         return kernels.project.choose(hidden_of(shape), of_layer, rotation=rotation, config=attention, stacked=stacked)
 
+    if kernels.project_and_write.candidates:
+        yield from _fused_heads(kernels, attention, weights, hidden_of=hidden_of, rotation_of=rotation_of)
     if kernels.norm_and_project.candidates:
         yield "norm_and_project", norm_and_project
     if kernels.project.candidates:
         yield "project", project
+
+
+def _fused_heads(
+    kernels: AttentionKernels,
+    attention: AttentionConfig,
+    weights: dict[str, jax.Array],
+    *,
+    hidden_of: Callable[[StepShape], jax.Array],
+    rotation_of: Callable[[StepShape], Rotation],
+) -> Iterator[tuple[str, ChoiceOf]]:
+    """Yield the kernel between products and attention, and the products."""
+    of_layer = {name: shaped(*array.shape[1:], dtype=array.dtype) for name, array in weights.items()}
+
+    def project_and_write(shape: StepShape) -> Choice[Any]:
+        pool = shaped(1, 1, 1, 1, dtype=hidden_of(shape).dtype)
+        return kernels.project_and_write.choose(
+            hidden_of(shape), of_layer, pool, rotation=rotation_of(shape), config=attention
+        )
+
+    def products(shape: StepShape) -> Choice[Any] | None:
+        if project_and_write(shape).candidate is None:
+            return None
+        matrices = [weights[name] for name in ("q_LDH", "k_LDG", "v_LDG")]
+        return kernels.products.choose(hidden_of(shape), matrices, LAYER)
+
+    yield "project_and_write", project_and_write
+    yield "products", products
 
 
 def _recurrence(

@@ -64,6 +64,8 @@ def choose_kernels(
 
 def _of_platform(platform: str, compiling: CompileSettings) -> Kernels:
     """Return the kernels of a platform without native ones."""
+    if platform not in KERNELS:
+        raise SettingsError(f"platform {platform}: there are kernels for cpu, gpu and tpu only; set platform: cpu")
     if compiling.invariant_products != "on":
         return KERNELS[platform]
     return TPU_INVARIANT if platform == "tpu" else CPU_INVARIANT

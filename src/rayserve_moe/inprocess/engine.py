@@ -34,6 +34,7 @@ from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.updates.adapters import adapter_order, load_fault, unload_fault
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.page_store import PageStore
+from rayserve_moe.execution.platforms import check_platform
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights.adapters import HostAdapters
 from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
@@ -65,6 +66,7 @@ class Engine:
             raise SettingsError("num_hosts must be 1 in one process; several hosts need Ray (serve run)")
         describe_model(wanted)  # before a device is taken, so that an invalid model takes none
         parallel, devices = wanted.parallel, local_devices(wanted.parallel.devices_per_host)
+        check_platform(devices, wanted=wanted.cluster.platform)
         wanted = settings_from({"model_path": model_path, **settings}, on_tpu=devices[0].platform == "tpu")
         described = describe_model(wanted)
         plan = plan_for(

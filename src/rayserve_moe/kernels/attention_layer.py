@@ -213,7 +213,7 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
             described = singles and singles.by_window[scores.window]
             return attend_blocks(queries, kv_pages, step, kernels=kernels, described=described)
 
-        attended_THh, kv_pages = _attend_by_window(attend, layer, config)
+        attended_THh, kv_pages = attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
         multiply_out = partial(output_product, weights=of_layer, function=config.output_gate, adapters=adapters)
         out_TD = by_rows(multiply_out, (inputs_T, attended_THh))
@@ -256,7 +256,7 @@ def gated(
     return (attended_THh * gates.reshape(*attended_THh.shape[:2], -1)).astype(attended_THh.dtype)
 
 
-def _attend_by_window(
+def attend_by_window(
     attend: Callable[[ScoreConfig], tuple[jax.Array, jax.Array]], layer: jax.Array, config: AttentionConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with the window of a layer; a single program serves all layers, so they need not be unrolled."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import jax
 
 from rayserve_moe.kernels import kv_pool
-from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation
+from rayserve_moe.kernels.candidates import NO_CANDIDATES, Candidate, Function, Operation, operation, supports_all
 from rayserve_moe.kernels.reference import device_sums as reference_sums
 from rayserve_moe.kernels.reference import expert_products, gated_delta, layers, short_conv
 from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels
@@ -55,6 +55,10 @@ class AttentionKernels:
     """Fused: `add_norm`, then queries, keys and values (`streamed_heads.norm_and_project`)."""
     project: Operation = NO_CANDIDATES
     """`attention_heads.project_rows`, bound in `attend`; empty if `attend` projects by itself."""
+    project_and_write: Operation = NO_CANDIDATES
+    """Fused: `project`, then `kv_pool.write_rows` (`gpu.fused_heads.project_and_write`); bound in `attend`."""
+    products: Operation = NO_CANDIDATES
+    """Products with a layer of stacked matrices (`gpu.stacked_products.multiply_stacked`); bound in `attend`."""
     has_packed_rows: bool = False
     """True if the pool has the rows of `packed_rows`."""
     choose_tokens: Callable[..., tuple[jax.Array, jax.Array]] | None = None
@@ -189,3 +193,30 @@ class Kernels:
     def __repr__(self) -> str:
         """Return the name, which identifies programs on disk and so includes no address of a function."""
         return f"Kernels({self.name})"
+
+
+def products(*candidates: Function) -> tuple[Operation, Operation]:
+    """Return `results` and `sums` of `ExpertKernels` by candidates for the product of `results`."""
+    sums = (
+        replace(
+            each,
+            run=partial(expert_products.sum_results, multiply=each.run),
+            unsupported_reason=each.unsupported_reason
+            if each.unsupported_reason is supports_all
+            else partial(_reason_against_sums, each.unsupported_reason),
+        )
+        for each in candidates
+    )
+    return Operation(candidates), Operation(tuple(sums))
+
+
+def _reason_against_sums(
+    reason: Callable[..., str],
+    hidden_TD: jax.Array,
+    slots_TK: jax.Array,
+    gates_TK: jax.Array,
+    experts: expert_products.LayerExperts,
+    **named: Any,
+) -> str:
+    """Return why the product of a sum does not take its call; gates do not matter to it."""
+    return reason(hidden_TD, slots_TK, experts, **named)

@@ -1,10 +1,10 @@
 """The tables of kernels: for each operation of a step (`operations`) the candidates that may compute it.
 
-A step is built from one table. `CPU` is the reference, `TPU` and `CPU_NATIVE` follow. An `Operation` has candidates in
-order of preference. The first candidate without an `unsupported_reason` for the shapes of a call computes it, and the
-server logs the choices at its start. Fields with a plain function have a single implementation. A new kernel is a
-function with the signature of its reference and a candidate here (docs/add_a_kernel.md). How tokens reach experts on
-other devices is chosen in the same way from `experts.backends.EXPERT_BACKENDS`.
+A step is built from one table. `CPU` is the reference, `TPU`, `GPU` and `CPU_NATIVE` follow. An `Operation` has
+candidates in order of preference. The first candidate without an `unsupported_reason` for the shapes of a call computes
+it, and the server logs the choices at its start. Fields with a plain function have a single implementation. A new
+kernel is a function with the signature of its reference and a candidate here (docs/add_a_kernel.md). How tokens reach
+experts on other devices is chosen in the same way from `experts.backends.EXPERT_BACKENDS`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from rayserve_moe.kernels.block_index import choose_layer_blocks
 from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound, operation, supports_all
 from rayserve_moe.kernels.cpu_native import calls, delta_call, index_call, mamba2_call, sampling_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
+from rayserve_moe.kernels.gpu import paged_attention as gpu_attention
+from rayserve_moe.kernels.gpu.row import gpu_kernels, gpu_latents
 from rayserve_moe.kernels.invariant import BLOCKS, LATENTS, SPARSE_LATENTS, invariant, invariant_on_tpus
 from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer
 from rayserve_moe.kernels.operations import (
@@ -35,6 +37,7 @@ from rayserve_moe.kernels.operations import (
     PoolKernels,
     RecurrenceKernels,
     SamplingKernels,
+    products,
 )
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference import block_index, expert_products, layers, token_index
@@ -56,33 +59,6 @@ from rayserve_moe.kernels.tpu import (
 )
 from rayserve_moe.kernels.tpu import token_index as paged_index
 from rayserve_moe.kernels.tpu.packed_rows import LANES, packed_latents
-
-
-def products(*candidates: Function) -> tuple[Operation, Operation]:
-    """Return `results` and `sums` of `ExpertKernels` by candidates for the product of `results`."""
-    sums = (
-        replace(
-            each,
-            run=partial(expert_products.sum_results, multiply=each.run),
-            unsupported_reason=each.unsupported_reason
-            if each.unsupported_reason is supports_all
-            else partial(_reason_against_sums, each.unsupported_reason),
-        )
-        for each in candidates
-    )
-    return Operation(candidates), Operation(tuple(sums))
-
-
-def _reason_against_sums(
-    reason: Callable[..., str],
-    hidden_TD: jax.Array,
-    slots_TK: jax.Array,
-    gates_TK: jax.Array,
-    experts: expert_products.LayerExperts,
-    **named: Any,
-) -> str:
-    """Return why the product of a sum does not take its call; gates do not matter to it."""
-    return reason(hidden_TD, slots_TK, experts, **named)
 
 
 def grouped_attention(*, project: Operation, **paged: Callable[..., Any]) -> AttentionKernels:
@@ -207,6 +183,8 @@ TPU = replace(
 )
 TPU_INVARIANT = invariant_on_tpus(TPU, name="tpu_invariant")
 """TPUs with the same bits for a row in any step, for models and layouts of `execution.tpu_invariance`."""
+GPU = gpu_kernels(CPU)
+"""Kernels of Triton, and XLA."""
 CPU_NATIVE = Kernels(
     "cpu_native",
     norm=calls.rms_norm,
@@ -239,39 +217,36 @@ CPU_NATIVE = Kernels(
 
 XLA has little left to fuse: without its emitters programs compile in a third of the time and run equally fast.
 """
-
+XLA_LATENTS = AttentionKernels(
+    partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend),
+    choose_tokens=partial(choose_layer_tokens, choose=token_index.choose_tokens),
+)
+CHOOSE_BLOCKS = partial(choose_layer_blocks, choose=block_index.choose_blocks)
 AttentionCandidates = tuple[Candidate[AttentionKernels], ...]
 """Their reasons take the `PoolFormat` of a server."""
 GROUPED_ATTENTION: dict[str, AttentionCandidates] = {
     "tpu": (Candidate("paged", PAGED, paged_attention.unsupported_reason),),
     "tpu_invariant": (Candidate("paged", TPU_INVARIANT.attention, paged_attention.unsupported_reason),),
+    "gpu": (
+        Candidate("triton", GPU.attention, gpu_attention.unsupported_reason),
+        Candidate("xla", CPU.attention),
+    ),
 }
 """Candidates for grouped-query attention by name of a table; other tables have their own `attention` only."""
 LATENT_ATTENTION: dict[str, AttentionCandidates] = {
-    "cpu": (
-        Candidate(
-            "xla",
-            AttentionKernels(
-                partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend)
-            ),
-        ),
-    ),
+    "cpu": (Candidate("xla", XLA_LATENTS),),
     "cpu_invariant": (Candidate("xla", LATENTS),),
     "cpu_native": (Candidate("cpu_native", AttentionKernels(calls.attend_latent_layer)),),
     "tpu": (Candidate("paged", PAGED_LATENTS, paged_attention.unsupported_latents),),
+    "gpu": (
+        Candidate("triton", gpu_latents(), gpu_attention.unsupported_latents),
+        Candidate("xla", XLA_LATENTS),
+    ),
 }
 """Candidates for latent attention by name of a table."""
 
 SPARSE_ATTENTION: dict[str, AttentionCandidates] = {
-    "cpu": (
-        Candidate(
-            "xla",
-            AttentionKernels(
-                partial(attend_latent_layer, decode=attention_reference.attend, prefill=attention_reference.attend),
-                choose_tokens=partial(choose_layer_tokens, choose=token_index.choose_tokens),
-            ),
-        ),
-    ),
+    "cpu": (Candidate("xla", XLA_LATENTS),),
     "cpu_invariant": (Candidate("xla", SPARSE_LATENTS),),
     "cpu_native": (
         Candidate(
@@ -280,6 +255,10 @@ SPARSE_ATTENTION: dict[str, AttentionCandidates] = {
         ),
     ),
     "tpu": (Candidate("paged", sparse_latents(), paged_attention.unsupported_latents),),
+    "gpu": (
+        Candidate("triton to index_topk tokens, then xla", gpu_latents(), gpu_attention.unsupported_latents),
+        Candidate("xla", XLA_LATENTS),
+    ),
 }
 """Candidates for sparse latent attention by name of a table.
 
@@ -300,14 +279,18 @@ def _sparse_blocks(*, decode: Callable[..., jax.Array], prefill: Callable[..., j
 
 
 BLOCK_ATTENTION: dict[str, AttentionCandidates] = {
-    "cpu": (
-        Candidate(
-            "xla", replace(CPU.attention, choose_blocks=partial(choose_layer_blocks, choose=block_index.choose_blocks))
-        ),
-    ),
+    "cpu": (Candidate("xla", replace(CPU.attention, choose_blocks=CHOOSE_BLOCKS)),),
     "cpu_invariant": (Candidate("xla", BLOCKS),),
     "cpu_native": (
         Candidate("cpu_native", replace(CPU_NATIVE.attention, choose_blocks=index_call.choose_layer_blocks)),
+    ),
+    "gpu": (
+        Candidate(
+            "triton to index_topk_blocks blocks, then xla",
+            replace(GPU.attention, choose_blocks=CHOOSE_BLOCKS),
+            gpu_attention.unsupported_reason,
+        ),
+        Candidate("xla", replace(CPU.attention, choose_blocks=CHOOSE_BLOCKS)),
     ),
     "tpu": (
         Candidate(
@@ -329,6 +312,6 @@ context has more blocks than are chosen.
 """
 
 KERNELS: dict[str, Kernels] = {
-    kernels.name: kernels for kernels in (CPU, CPU_INVARIANT, TPU, TPU_INVARIANT, CPU_NATIVE)
+    kernels.name: kernels for kernels in (CPU, CPU_INVARIANT, TPU, TPU_INVARIANT, GPU, CPU_NATIVE)
 }
 """By name; the table with the name of a platform is the platform's own."""

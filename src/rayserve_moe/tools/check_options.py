@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--layers", type=int, default=0, help="number of layers to compile (default: all)")
     what.add_argument("--programs", default="", help="names of programs, separated by commas (default: all)")
     where = parser.add_argument_group("where", "the slice that it is compiled for")
-    where.add_argument("--topology", default="", help="such as v6e:2x4, in the TPU compiler's spelling")
+    where.add_argument(
+        "--topology", default="", help="such as v6e:2x4, in the TPU compiler's spelling; or h200:1, a GPU and a number"
+    )
     where.add_argument("--slices", type=int, help="number of slices of that topology (default: 1)")
     where.add_argument("--dp", type=int, default=0, help="data ranks (default: all devices / tp)")
     where.add_argument("--tp", type=int, default=0, help="devices that share the heads (default: 1, or devices / dp)")
@@ -96,6 +98,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("pass --config, or --model and --topology")
     if options.limits and not Path(options.limits).is_file():
         raise ValueError(f"--limits {options.limits}: no such file")
+    is_of_gpu = options.topology.lower().startswith(("h100", "h200"))
+    if is_of_gpu and (options.estimate or options.row_sums):
+        raise ValueError("--estimate and --row-sums read what the TPU compiler writes: remove them for a GPU")
     check_model(options.model)
     sys.stderr.write("compile-check: loading the compiler\n")
     return importlib.import_module("rayserve_moe.tools.check_command").run(options)

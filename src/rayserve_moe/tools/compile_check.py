@@ -1,4 +1,4 @@
-"""Compilation of a server's programs for a TPU topology on a host without TPUs, with a report on the results."""
+"""Compilation of a server's programs for TPUs or GPUs on a host without them, with a report on the results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -21,10 +21,12 @@ from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.programs.compiled import compile_programs, lowered, optimized
 from rayserve_moe.execution.programs.specs import Program, programs_of
 from rayserve_moe.execution.served_model import ServedModel, beside_weights
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.dump import DumpFolder
 from rayserve_moe.tools.estimate.report import Estimator
 from rayserve_moe.tools.estimate.workload import StepSizes
+from rayserve_moe.tools.gpu_targets import is_gpu, limit_of
 from rayserve_moe.tools.program_report import ProgramReader, ProgramReport, figures_of
 from rayserve_moe.tools.served_cases import ServedCase, lay_out
 
@@ -36,10 +38,14 @@ COMPILER_ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_LOG_DIR": "disabled",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
-"""Environment of the TPU compiler on a host without TPUs: no lock file, no metadata server, no log."""
+"""Environment of the TPU compiler on a host without TPUs: no lock file, no metadata server, no log. Without GPUs jax's
+plugin for them does not look for a driver."""
 
 REPORTED_SECTIONS = ("model", "scheduler", "cache", "replay", "parallel", "experts", "balancing", "adapters")
+MAX_COPY_OF_LAYER_BYTES = 128 << 20
+"""Maximum bytes of a layer's weights that a step with prompts may copy on a GPU: its attention, never its experts."""
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
@@ -102,7 +108,7 @@ def check(
         raise ValueError(f"unknown report fields in the limits: {', '.join(sorted(unknown))}")
     say(f"laying out {case.name} on {case.topology}")
     served = lay_out(case)
-    limit = hbm_limit(served.config.plan.mesh.devices.flat[0])
+    limit = limit_of(case.topology) if is_gpu(case.topology) else hbm_limit(served.config.plan.mesh.devices.flat[0])
     num_pages = _num_pages(served, limit=limit)
     programs = _chosen(programs_of(served, num_pages=num_pages), names)
     reader = ProgramReader(served, num_pages=num_pages, limit=limit, topology=case.topology, estimator=estimator)
@@ -123,7 +129,11 @@ def check(
         kv_pool_bytes=bytes_on_device(served.state(num_pages).pools),
         compilers=dict(_versions()),
         programs=reports,
-        faults=[fault for report in reports for fault in faults_of(report, (limits or {}).get(report.name, {}))],
+        faults=[
+            fault
+            for report in reports
+            for fault in faults_of(report, (limits or {}).get(report.name, {}), allowed=allowed_copies(report, case))
+        ],
     )
 
 
@@ -152,12 +162,24 @@ def estimator_of(case: ServedCase, *, dump: Path) -> Estimator:
     return Estimator(DumpFolder(dump), served.config, sizes)
 
 
-def faults_of(program: ProgramReport, limits: Mapping[str, int]) -> Iterator[str]:
+def allowed_copies(program: ProgramReport, case: ServedCase) -> tuple[str, ...]:
+    """Return the kinds of weights that a program may copy: on a GPU those of a layer, in a step with prompts.
+
+    XLA's products take a layer out of its stack. For prompts that is little beside the products; experts stay.
+    """
+    has_prompts = is_gpu(case.topology) and program.name.startswith("prefill")
+    large = MAX_COPY_OF_LAYER_BYTES * max(1, case.num_layers or spec_from_config(case.model).num_layers)
+    return tuple(kind for kind, size in program.copied_bytes.items() if has_prompts and size <= large)
+
+
+def faults_of(program: ProgramReport, limits: Mapping[str, int], *, allowed: Collection[str] = ()) -> Iterator[str]:
     """Yield why a program cannot be served: it does not compile, makes forbidden copies, or exceeds a limit."""
     if program.error:
         yield f"{program.name} does not compile: {program.error}"
         return
     for kind, size in program.copied_bytes.items():
+        if kind in allowed:
+            continue
         yield f"{program.name} copies {size / 1e6:.1f} MB of {kind}"
     if not program.is_in_place:
         yield f"{program.name} does not update its state in place"
@@ -198,6 +220,6 @@ def _chosen(programs: list[Program], names: tuple[str, ...]) -> list[Program]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for package in ("jax", "libtpu"):
+    for package in ("jax", "libtpu", "jax-cuda13-plugin"):
         with contextlib.suppress(PackageNotFoundError):
             yield package, version(package)

@@ -45,6 +45,9 @@ HBM = 0
 MIN_COPY_BYTES = 4 << 10
 LAYER_SCOPE = "attention"
 """Every layer has a block of this name."""
+TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
+LAUNCHED_BY_GPUS = {"fusion", "custom-call", "copy", "sort", "scatter", "dynamic-update-slice", "reduce", "transpose"}
+"""Opcodes of GPU programs that are a kernel each."""
 _GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GROUPS_BY_SHAPE = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 
@@ -160,16 +163,17 @@ def activation_copies(program: ProgramText, pieces: list[Piece]) -> list[Activat
 def ops_per_layer(program: ProgramText) -> int:
     """Return the number of costed operations in the body of the loop over layers, the maximum over several loops.
 
-    Loops and branches inside count once; 0 without such a loop.
+    On a GPU each kernel is one. Loops and branches inside count once; 0 without such a loop.
     """
-    counts = [0]
+    counts, kernels = [0], [0]
     for execution in program.executions():
         loop = execution.instruction
         if loop.opcode == "while":
             inside = [each.instruction for each in program.executions(loop.called)]
             if any(f"/{LAYER_SCOPE}/" in each.op_name for each in inside):
                 counts.append(sum(each.cycles > 0 for each in inside))
-    return max(counts)
+                kernels.append(sum(each.opcode in LAUNCHED_BY_GPUS for each in inside))
+    return max(counts) or max(kernels)
 
 
 def collectives_of(program: ProgramText) -> list[Collective]:
@@ -188,12 +192,16 @@ def collectives_of(program: ProgramText) -> list[Collective]:
 
 
 def kernels_of(program: ProgramText) -> dict[str, int]:
-    """Return Mosaic kernels by name with their minimum number of calls in a run."""
+    """Return Mosaic and Triton kernels by name with their minimum number of calls in a run."""
     counts: Counter[str] = Counter()
     for execution in program.executions():
         instruction = execution.instruction
-        if instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
+        if instruction.opcode != "custom-call":
+            continue
+        if "tpu_custom_call" in instruction.attributes:
             counts[re.sub(r"(\.clone)*\.\d+$", "", instruction.name)] += execution.times
+        elif TRITON in instruction.attributes:
+            counts[instruction.op_name.split("/")[-2]] += execution.times
     return dict(counts)
 
 

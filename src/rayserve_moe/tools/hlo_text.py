@@ -22,6 +22,7 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -168,14 +169,15 @@ class ProgramText:
                     yield from self._executions(name, times=times * (trips or 1), is_least=is_least or trips is None)
 
     def trips(self, loop: Instruction) -> int | None:
-        """Return the constant that a counting loop's condition compares with; None if it is computed."""
+        """Return the constant that a loop's condition compares with, or XLA's count; None if it is computed."""
         condition = self.computations[condition_of(loop)]
         root = next(instruction for instruction in condition if instruction.is_root)
         for instruction in condition:
             limit = _CONSTANT.match(instruction.attributes)
             if instruction.opcode == "constant" and limit and instruction.name in root.operands:
                 return int(limit.group(1))
-        return None
+        known = _KNOWN_TRIPS.search(loop.attributes)
+        return int(known.group(1)) if known else None
 
 
 def read_program(text: str) -> ProgramText:

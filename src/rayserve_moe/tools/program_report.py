@@ -1,4 +1,4 @@
-"""A program of a server, compiled for a TPU topology, as numbers for a report."""
+"""A program of a server, compiled for a topology, as numbers for a report."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rayserve_moe.execution.weights.placing import parameter_tree
 from rayserve_moe.model.states import states_of
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.report import EstimateReport, Estimator
+from rayserve_moe.tools.gpu_targets import bandwidth_of, is_gpu
 from rayserve_moe.tools.hlo_report import (
     ActivationCopy,
     Collective,
@@ -193,6 +194,8 @@ def compilers_sentence(error: Exception) -> str:
 
 def _bandwidth(topology: str) -> float:
     """Return the bytes that a device reads per second; infinite for a chip of unknown bandwidth."""
+    if is_gpu(topology):
+        return bandwidth_of(topology)
     chip = CHIPS.get(topology.split(":")[0])
     return chip.device_hbm_bytes if chip else float("inf")
 

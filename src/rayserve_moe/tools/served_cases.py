@@ -1,4 +1,4 @@
-"""The cases of a compile check: a server's settings, its model's config, and the topology it is compiled for."""
+"""The cases of a compile check: a server's settings, its model's config, and the devices it is compiled for."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rayserve_moe.model.draft_spec import HEAD, MAP, DraftSpec, eagle_spec, pred
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.tools.gpu_targets import GpuTargetError, gpu_devices, is_gpu
 from rayserve_moe.tools.presets import cut_to, preset_names, read_config
 
 COMPILER_SPELLINGS = {"v7x": "tpu7x"}
@@ -46,7 +47,7 @@ class ServedCase:
     model: Mapping[str, Any]
     """Parsed `config.json`."""
     topology: str
-    """In the compiler's spelling, such as `v6e:2x4`."""
+    """In the compiler's spelling, such as `v6e:2x4`; a GPU and a number of them, such as `h200:1`."""
     num_layers: int = 0
     """Number of layers to compile; 0: all."""
 
@@ -58,7 +59,7 @@ def case_of_config(path: str | Path, *, topology: str = "", model: str = "", num
     checkpoint is not on this machine. Raises NoTopologyError if neither the config nor the caller names a topology,
     ValueError for an invalid config.
     """
-    settings = settings_from_yaml(path, on_tpu=True)
+    settings = settings_from_yaml(path, on_tpu=not is_gpu(topology))
     topology = topology or _topology_of(settings)
     if not topology:
         raise NoTopologyError(f"{path} serves on CPU hosts: pass --topology to compile it for a TPU")
@@ -80,7 +81,7 @@ def case_of_model(
     if dp * tp != num_devices:
         raise TopologyError(f"dp {dp} times tp {tp} is not the {num_devices} devices of {topology}")
     own = {"model_path": model, "num_hosts": num_devices, "devices_per_host": 1, "data_parallel_size": dp}
-    settings, config = settings_from({**own, **values}, on_tpu=True), read_config(model)
+    settings, config = settings_from({**own, **values}, on_tpu=not is_gpu(topology)), read_config(model)
     max_len = settings.model.max_model_len or spec_from_config(config).max_position_embeddings
     num_pages = settings.scheduler.max_running_requests * pages_per_sequence(max_len, settings.cache.page_size) + 1
     pool = replace(settings.cache, num_pages=settings.cache.num_pages or num_pages)
@@ -149,6 +150,11 @@ def known_model(model_path: str) -> str:
 @cache
 def devices_of(topology: str, *, num_slices: int = 1, bounds: tuple[int, ...] | None = None) -> list[jax.Device]:
     """Return the devices of a topology, which need not exist. Raises TopologyError if the compiler does not know it."""
+    if is_gpu(topology):
+        try:
+            return gpu_devices(topology)
+        except GpuTargetError as error:
+            raise TopologyError(str(error)) from error
     describe = partial(topologies.get_topology_desc, platform="tpu", topology_name=topology)
     if num_slices > 1:
         describe = partial(describe, num_slices=num_slices)

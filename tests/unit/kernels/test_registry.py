@@ -36,6 +36,8 @@ MAY_BE_ABSENT = {
     "choose_blocks",
     "last_kept",
     "kept_words",
+    "project_and_write",
+    "products",
 }
 
 

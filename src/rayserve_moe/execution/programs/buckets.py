@@ -72,6 +72,14 @@ A step of a whole model compiles in about a minute, four steps at a time. For a 
 products, with six more operations in a layer than for two rows.
 """
 
+_GPU = partial(Device, block_s=1e-6, compile_s=8.0, horizon_s=3600.0, min_singles=16)
+GPUS = {"H100": _GPU(3.35e12, 9.89e14), "H200": _GPU(4.8e12, 9.89e14)}
+"""Memory bandwidth and dense bfloat16 peak as published by NVIDIA for the SXM cards, by a part of jax's device kind.
+
+A product takes 16 rows or more. For a single row XLA writes sums instead of products, and computes them again inside
+other kernels.
+"""
+
 
 @dataclass(frozen=True)
 class StepCost:
@@ -212,8 +220,9 @@ def step_shapes(
     """Return all shapes to compile by `cost`, smallest first.
 
     Decode-only shapes come first. The largest holds every row, unless the settings list the sizes; on a TPU each has at
-    least two rows. Further decode-only shapes for drafts reach up to `verify_rows`, each at most twice the previous.
-    Then follow mixed shapes with every row as a single token beside prefill blocks, up to the token budget of a step.
+    least two rows, on a GPU 16. Further decode-only shapes for drafts reach up to `verify_rows`, each at most twice the
+    previous. Then follow mixed shapes with every row as a single token beside prefill blocks, up to the token budget of
+    a step.
     """
     rows, block, device = scheduler.max_running_requests, PREFILL_BLOCK_TOKENS, cost.device
     decode_sizes = scheduler.decode_batch_sizes or choose_sizes(
@@ -291,9 +300,11 @@ def step_cost(config: ModelConfig, *, dtype: str) -> StepCost:
 def device_of(device: jax.Device, *, num_devices: int, kernels: str = "cpu") -> Device:
     """Return the throughput of a device.
 
-    Emulated devices share the CPU of their kernel table. Unknown TPUs count as v5e.
+    Emulated devices share the CPU of their kernel table. Unknown TPUs count as v5e, unknown GPUs as H100.
     """
     if device.platform == "cpu":
         cpu = CPUS[kernels]
         return replace(cpu, bytes_per_s=cpu.bytes_per_s / num_devices, flops=cpu.flops / num_devices)
+    if device.platform == "gpu":
+        return next((gpu for name, gpu in GPUS.items() if name in device.device_kind), GPUS["H100"])
     return TPUS[TPU_OF_KIND.get(device.device_kind, "v5e")]

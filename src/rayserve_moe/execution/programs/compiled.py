@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ from rayserve_moe.execution.step.samples import CompiledSampler
 from rayserve_moe.execution.weights.adapters import AdapterPrograms
 from rayserve_moe.execution.weights.migration import MigrationPrograms
 from rayserve_moe.kernels.operations import Kernels
-from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM
+from rayserve_moe.kernels.ragged_exchange import COMPILER_OPTIONS_OF_PLATFORM, MATMUL_PRECISION_OF_PLATFORM
 from rayserve_moe.kernels.table import CPU_NATIVE
 from rayserve_moe.observability.progress import report
 from rayserve_moe.parallel.mesh import platform_of
@@ -167,7 +167,8 @@ def lowered(program: Program, plan: ParallelPlan) -> jax.stages.Lowered:
 
     run.__name__ = program.name  # shown in profiles and compiler output
     # Kernels find the chip that they are compiled for in the current mesh.
-    with jax.set_mesh(plan.mesh):
+    precision = MATMUL_PRECISION_OF_PLATFORM.get(platform_of(plan.mesh))
+    with jax.set_mesh(plan.mesh), jax.default_matmul_precision(precision) if precision else nullcontext():
         return jax.jit(run, donate_argnums=program.donated).lower(*program.arguments, **program.inputs)
 
 

@@ -48,7 +48,7 @@ def unsupported_reason(pool: PoolFormat, *, head_dim: int, value_dim: int) -> st
     return unsupported_pages(pool)
 
 
-def unsupported_latents(pool: PoolFormat) -> str:
+def unsupported_latents(pool: PoolFormat, **_: int) -> str:
     """Return why the kernel does not take a pool of latents; empty if it does."""
     return "kv_cache_dtype fp8 does not store latents" if pool.is_8_bit else unsupported_pages(pool)
 

@@ -207,7 +207,8 @@ def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat
         raise UnsupportedModelError(
             f"the {kernels.name} kernels have no multi-head latent attention (only {', '.join(LATENT_ATTENTION)})"
         )
-    return choose(LATENT_ATTENTION[kernels.name], pool)
+    candidates = LATENT_ATTENTION[kernels.name]
+    return choose(candidates, pool, row_width=own.row_width, latent_width=own.kv_lora_rank)
 
 
 def prepare(own: LatentAttention, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> AttentionStep:

@@ -80,7 +80,8 @@ def attention_choice(own: LatentAttention, kernels: Kernels, *, pool: PoolFormat
         raise UnsupportedModelError(
             f"the {kernels.name} kernels have no sparse attention (only {', '.join(SPARSE_ATTENTION)})"
         )
-    return choose(SPARSE_ATTENTION[kernels.name], pool)
+    candidates = SPARSE_ATTENTION[kernels.name]
+    return choose(candidates, pool, row_width=own.row_width, latent_width=own.kv_lora_rank)
 
 
 def _table_tokens(own: LatentAttention, batch: TokenBatch, pools: Pools) -> int:

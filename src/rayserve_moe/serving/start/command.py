@@ -20,13 +20,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rayserve_moe.config.derive import keeps_journal, max_live_requests, max_open_requests
+from rayserve_moe.config.derive import keeps_journal, max_live_requests, max_open_requests, server_platform
 from rayserve_moe.config.load import inherited_environment, temporary_folder
 from rayserve_moe.config.model_names import hub_model
 from rayserve_moe.config.settings import SettingsError
@@ -141,11 +141,30 @@ def _prepared(config: CheckedConfig) -> tuple[str, list[str], dict[str, str]]:
         ports,
         {**online, **inherited, "PATH": f"{Path(sys.executable).parent}:{inherited.get('PATH', os.defpath)}"},
         folder=folder,
-        jax_platforms="" if any(one.cluster.tpu_topology for one in settings) else "cpu",
+        jax_platforms=jax_platforms_of({server_platform(one.cluster) for one in settings}),
         max_answer_s=max(one.server.drain_timeout_s for one in settings),
         journal_key=secrets.token_hex(32) if any(map(keeps_journal, settings)) else "",
     )
     return sys.executable, [sys.executable, "-m", "rayserve_moe.serving.start.supervisor", str(folder)], environment
+
+
+JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": ""}
+"""The default of jax's variable by platform. With a list, jax fails if a device is missing, and takes no other."""
+
+GPU_MEMORY_SHARE = "0.92"
+"""Share of a card's memory that jax takes at its start; its default is 0.75."""
+
+
+def jax_platforms_of(platforms: Set[str]) -> str:
+    """Return the variable for the applications of a config; empty leaves the platform to jax.
+
+    Raises: StartError if some compute on GPUs and others do not: they share the variable.
+    """
+    if len(platforms) > 1 and "gpu" in platforms:
+        raise StartError(
+            f"platform is {' and '.join(sorted(platforms))} in one config: GPUs need a config of their own"
+        )
+    return "" if "tpu" in platforms else JAX_PLATFORMS[next(iter(platforms))]
 
 
 def _prepare(config: CheckedConfig) -> tuple[Path, Ports]:
@@ -289,5 +308,7 @@ def environment_of(
         own["RAYSERVE_MOE_JOURNAL"], own["RAYSERVE_MOE_JOURNAL_KEY"] = f"127.0.0.1:{ports.journal}", journal_key
     if jax_platforms:
         defaults["JAX_PLATFORMS"] = jax_platforms
+    if jax_platforms == JAX_PLATFORMS["gpu"]:
+        defaults["XLA_PYTHON_CLIENT_MEM_FRACTION"] = GPU_MEMORY_SHARE
     given = {name: value for name, value in inherited.items() if value or not name.startswith(_AUTH)}
     return {**defaults, **given, **LOOPBACK_ONLY, **{name: str(value) for name, value in own.items()}}

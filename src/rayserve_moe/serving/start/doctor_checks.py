@@ -121,15 +121,19 @@ def _first_line(program: str) -> str:
 
 
 def accelerators(_: int) -> Iterator[Finding]:
-    """Yield TPU chips of this host, the library for them, and GPUs, which are not used."""
+    """Yield TPU chips and GPUs of this host, and the libraries for them."""
     about = "accelerators"
     chips = sorted(Path("/dev").glob("accel*")) or sorted(Path("/dev/vfio").glob("[0-9]*"))
     libtpu = _version("libtpu")
     text = f"{len(chips)} chips, libtpu {libtpu or 'not installed'}"
     needs = "; pip install 'rayserve_moe[tpu]'" if chips and not libtpu else ""
     yield Finding(about, "TPU", text + needs, NOTE if needs else OK)
-    if list(Path("/dev").glob("nvidia[0-9]*")):
-        yield Finding(about, "GPU", "found; this server computes on TPUs and CPUs, not on GPUs", NOTE)
+    if gpus := list(Path("/dev").glob("nvidia[0-9]*")):
+        plugin = next((number for name in ("13", "12") if (number := _version(f"jax-cuda{name}-plugin"))), "")
+        text = f"{len(gpus)} cards, plugin of jax {plugin or 'not installed'}; used with `platform: gpu`"
+        yield Finding(
+            about, "GPU", text if plugin else f"{text}; pip install 'rayserve_moe[gpu]'", _noted(bool(plugin))
+        )
     if chips:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         is_enough = locked == resource.RLIM_INFINITY or locked >= 68_719_476_736

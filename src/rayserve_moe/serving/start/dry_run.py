@@ -62,6 +62,9 @@ def memory_lines(settings: Settings) -> Iterator[str]:
     if settings.cluster.tpu_topology:
         yield "# memory: `rayserve-moe compile-check --config FILE --layers 2` has it for a TPU slice"
         return
+    if settings.cluster.platform == "gpu":
+        yield "# memory: `rayserve-moe compile-check --config FILE --topology h200:1` has it for a GPU"
+        return
     served, plan = _served(settings)
     scheduler = settings.scheduler
     rows = scheduler.max_running_requests

@@ -60,6 +60,7 @@ def check_capacity(settings: Settings, *, num_replicas: int, nodes: Sequence[Map
     chips = float(cluster.tpu_chips_per_host or 0)
     needed = {"CPU": REPLICA_CPUS + (0.0 if cluster.tpu_topology else hosts * cluster.cpus_per_host)}
     needed |= {"TPU": hosts * chips} if cluster.tpu_topology else {}
+    needed |= {"GPU": float(settings.parallel.devices_per_host or 1)} if cluster.platform == "gpu" else {}
     for resource, amount in needed.items():
         total = sum(node.get(resource, 0.0) for node in nodes)
         if num_replicas * amount > total + 1e-9:

@@ -9,9 +9,11 @@ import difflib
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rayserve_moe.config.derive import server_platform
 from rayserve_moe.config.load import read_yaml, settings_from
 from rayserve_moe.config.model_names import model_fault
 from rayserve_moe.config.settings import Settings
@@ -20,6 +22,8 @@ from rayserve_moe.serving.start.ports import StartError
 from rayserve_moe.serving.start.state import APPLICATION
 
 DEPLOYMENT = "moe-server"
+GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+"""Packages, of which jax needs one to compute on GPUs."""
 _TLS = "ssl_"
 """Prefix of the options of TLS."""
 LOOPBACK, HTTP_PORT = "127.0.0.1", 8000
@@ -124,6 +128,7 @@ def check_config(path: Path) -> CheckedConfig:
         raise StartError(f"{path}: no application has import_path {APPLICATION}")
     for settings in ours.values():
         _check_model(settings.model.path)
+        check_platform(settings)
         _check_level(settings)
     return CheckedConfig(document, ours, http.get("host") or LOOPBACK, port, _checked_tls(path, http))
 
@@ -237,13 +242,31 @@ def _check_model(model_path: str) -> None:
         raise StartError(f"model_path {model_path}: {fault}")
 
 
+def check_platform(settings: Settings, *, devices: Path = Path("/dev")) -> None:
+    """Raise StartError if a platform is requested that this machine, or this installation, does not have.
+
+    TPU hosts are other machines; they are reserved by their topology.
+    """
+    cluster = settings.cluster
+    if cluster.platform == "tpu" and not cluster.tpu_topology:
+        raise StartError("platform tpu: a server reserves TPUs by tpu_topology and tpu_version; set both")
+    if cluster.platform != "gpu":
+        return
+    if not list(devices.glob("nvidia[0-9]*")):
+        raise StartError(f"platform gpu: this machine has no NVIDIA GPU ({devices}/nvidia0); set platform: cpu")
+    if not any(find_spec(name) for name in GPU_PLUGINS):
+        raise StartError("platform gpu: jax has no plugin for GPUs here; pip install 'rayserve_moe[gpu]'")
+    if settings.parallel.num_hosts > 1:
+        raise StartError("platform gpu: one process computes on all GPUs of a machine; set num_hosts: 1")
+
+
 def _check_level(settings: Settings) -> None:
     """Raise StartError for instructions that the processor does not support.
 
-    TPU hosts are other machines and not checked.
+    Hosts of other platforms do not use these instructions.
     """
     level = settings.compile.cpu_level
-    if level == AUTO or settings.compile.cpu_kernels == "off" or settings.cluster.tpu_topology:
+    if level == AUTO or settings.compile.cpu_kernels == "off" or server_platform(settings.cluster) != "cpu":
         return
     try:
         choose_level(level)

@@ -1,0 +1,22 @@
+"""GPUs of a cluster's nodes are counted, and a cluster without one is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayserve_moe.cluster.slice_placement import gpus_of_node
+from rayserve_moe.config.settings import SettingsError
+
+
+def node(*, gpus: float | None, is_alive: bool = True) -> dict:
+    return {"Alive": is_alive, "Resources": {"CPU": 8.0} if gpus is None else {"CPU": 8.0, "GPU": gpus}}
+
+
+def test_a_host_takes_the_gpus_of_the_node_that_has_most():
+    assert gpus_of_node([node(gpus=None), node(gpus=8.0), node(gpus=2.0)]) == 8
+
+
+def test_a_cluster_without_gpus_is_refused():
+    dead = node(gpus=8.0, is_alive=False)
+    with pytest.raises(SettingsError, match="platform gpu: Ray finds no GPU on any of 2 nodes"):
+        gpus_of_node([node(gpus=None), node(gpus=0.0), dead])
