@@ -239,6 +239,8 @@ class ExpertSettings:
     """Storage dtype of expert weights. `auto` is the compute dtype, whatever the files hold. `int8` and `fp8` (e4m3)
     take a byte per weight and a float32 scale per output channel; weights are quantised while they are read, at the
     start and at every update. A checkpoint of the same 8 bits in 128 x 128 blocks keeps its bytes and scales."""
+    products: str = _choice("auto", "fp8", key="expert_products")
+    """`fp8` also rounds tokens to e4m3 for experts in fp8, which changes answers (v7x; ADR 0051); `auto` does not."""
     num_redundant: int = _number(0, (0, 128), "num_redundant_experts")
     """Expert slots per layer for replicas of busy experts; lowered until the slots divide evenly over devices."""
     dispatch: str = _choice("shares", "static", "first", "capacity", key="eplb_dispatch")

@@ -23,9 +23,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
-from rayserve_moe.kernels.reference.activations import Activation, activate
-from rayserve_moe.kernels.reference.expert_products import LayerExperts
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product, operand_of
+from rayserve_moe.kernels.reference.activations import activate
+from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig
 from rayserve_moe.kernels.slot_order import order_by_slot, take
 
 BlockPlace = tuple[jax.Array | int, ...]
@@ -147,10 +147,10 @@ def _kernel_for(
     of_scales = ((block, of_up), (block, of_up), (width, of_whole))
     pairs = zip(weights[6:], of_scales, strict=True)
     scales = [pl.BlockSpec((1, s.shape[1], size), at) for s, (size, at) in pairs if s is not None]
-    multiply_slot = partial(_multiply_slot, has_gate=has_gate, has_scales=bool(scales))
+    multiply_slot = partial(_multiply_slot, has_gate=has_gate, has_scales=bool(scales), config=experts.config)
     sums = pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)
     return pl.pallas_call(
-        partial(multiply_slot, num_blocks=num_blocks, activation=experts.config.activation),
+        partial(multiply_slot, num_blocks=num_blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_slots, num_blocks),
@@ -165,7 +165,7 @@ def _kernel_for(
     )
 
 
-def _multiply_slot(*refs: Any, num_blocks: int, has_gate: bool, has_scales: bool, activation: Activation) -> None:
+def _multiply_slot(*refs: Any, num_blocks: int, has_gate: bool, has_scales: bool, config: ProductConfig) -> None:
     """Multiply the tiles of a slot's rows with a block of the expert width; rows of other slots do not change."""
     _, begin_S, _, rows_ref, *others = refs
     *held, out_ref, sum_ref = others
@@ -179,11 +179,13 @@ def _multiply_slot(*refs: Any, num_blocks: int, has_gate: bool, has_scales: bool
         at = pl.multiple_of(first + i * TILE_ROWS, ALIGNED_ROWS)
         tile = pl.ds(at, TILE_ROWS)
         rows_MD = rows_ref[tile, :]
-        gate_MB = held_product(rows_MD, gate_refs[0][0], gate_scales[0]) if has_gate else None
-        up_MB = held_product(rows_MD, up_ref[0], up_scale)
-        inner_MB = activate(gate_MB, up_MB, activation).astype(rows_MD.dtype)
+        operand = operand_of(rows_MD, narrows_rows=config.narrows_rows)
+        gate_MB = held_product(operand, gate_refs[0][0], gate_scales[0]) if has_gate else None
+        up_MB = held_product(operand, up_ref[0], up_scale)
+        inner_MB = activate(gate_MB, up_MB, config.activation).astype(rows_MD.dtype)
         first_block = part * (down_ref.shape[1] // SCALE_BLOCK)
-        sum_MD = held_product(inner_MB, down_ref[0], down_scale, first=first_block)
+        operand = operand_of(inner_MB, narrows_rows=config.narrows_rows)
+        sum_MD = held_product(operand, down_ref[0], down_scale, first=first_block)
         place_M1 = at + jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0)
         is_own_M1 = (place_M1 >= begin) & (place_M1 < end)
         if num_blocks > 1:
