@@ -13,7 +13,7 @@ Program = Mapping[str, Any]
 def compile_gate(cases: Mapping[str, Any]) -> str:
     """Render a row per case, then the programs that did not compile; GB are 1e9 bytes of one device."""
     heading = ["case", "programs", "decode step, GB", "largest program", "its peak, GB", "limit, GB", "temporaries, GB"]
-    heading += ["weights or KV copied, bytes", "compiled in, s"]
+    heading += ["weights or KV copied, bytes", "compiled in, s", "of processors, s"]
     rows = [[f"{case}, {each['num_layers']} layers", *_row(each["programs"])] for case, each in cases.items()]
     failed = [[case, found["name"], found["error"]] for case, found in _failed(cases)]
     shown = [markdown_table(heading, rows)]
@@ -27,7 +27,7 @@ def _failed(cases: Mapping[str, Any]) -> list[tuple[str, Program]]:
 def _row(programs: Sequence[Program]) -> list[object]:
     compiled = [found for found in programs if found["memory"]]
     if not compiled:
-        return [len(programs), *[""] * 7]
+        return [len(programs), *[""] * 8]
     largest = max(compiled, key=_peak)
     decode = max(filter(_is_decode_step, compiled), key=_peak, default=None)
     return [
@@ -39,7 +39,15 @@ def _row(programs: Sequence[Program]) -> list[object]:
         f"{max(found['memory']['temporaries'] for found in compiled) / 1e9:.2f}",
         f"{max(sum(found['copied_bytes'].values()) for found in compiled):,}",
         f"{sum(found['compile_s'] for found in compiled):,.0f}",
+        _processor_seconds(compiled),
     ]
+
+
+def _processor_seconds(compiled: Sequence[Program]) -> str:
+    """Return the seconds of processors, which other work on the machine does not change; empty in older results."""
+    if not all("compile_cpu_s" in found for found in compiled):
+        return ""
+    return f"{sum(found['compile_cpu_s'] for found in compiled):,.0f}"
 
 
 def _peak(program: Program) -> int:

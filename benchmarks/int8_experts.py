@@ -1,6 +1,6 @@
 """What experts in 8 bits change of what a model says: KL of its tokens, other sets of experts, right answers.
 
-    python -m benchmarks.int8_experts [--problems 100] [--sequences 8] [--out FILE.json]
+    python -m benchmarks.int8_experts [--problems 100] [--sequences 8] [--only WAY] [--out FILE.json]
 
 Of the calculator held-out problems with their answers, of a random model of 972 M parameters random tokens; every token
 after those before it, computed by XLA on one CPU device. All is held to the same model in bfloat16. Scales are those of
@@ -10,6 +10,7 @@ columns, or of squares of 128, as a checkpoint holds them; a matrix of the calcu
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,13 +32,18 @@ from tests.support.models.full_logits import prompt_outputs_of
 
 CALCULATOR, RANDOM = TRAINED["calculator"], "mid"
 LONGEST = 64
+KEY = "narrow_experts"
 BFLOAT16 = {"dtype": "bfloat16"}
+ROWS_TOO = {"expert_dtype": "fp8", "expert_products": "fp8"}
+"""Settings for products of two operands of 8 bits."""
 WAYS: dict[str, tuple[dict[str, str], str]] = {
     "float32": ({"dtype": "float32"}, ""),
     "int8, a scale per column": (BFLOAT16 | {"expert_dtype": "int8"}, ""),
     "int8, a scale per 128 x 128": (BFLOAT16 | {"expert_dtype": "int8"}, "int8"),
     "fp8, a scale per column": (BFLOAT16 | {"expert_dtype": "fp8"}, ""),
     "fp8, a scale per 128 x 128": (BFLOAT16 | {"expert_dtype": "fp8"}, "float8_e4m3fn"),
+    "fp8 and rows too, a scale per column": (BFLOAT16 | ROWS_TOO, ""),
+    "fp8 and rows too, a scale per 128 x 128": (BFLOAT16 | ROWS_TOO, "float8_e4m3fn"),
 }
 """Settings, and the dtype of 8 bits that the checkpoint holds experts in, by squares; empty: its own."""
 
@@ -66,11 +72,12 @@ def outputs_of(path: Path, sequences: list[Sequence], settings: dict[str, str]) 
         yield np.asarray(jax.nn.log_softmax(logits_TV, axis=-1)), np.sort(experts_MTK, axis=-1), bool(is_right)
 
 
-def measure(path: Path, sequences: list[Sequence]) -> dict[str, dict[str, float]]:
+def measure(path: Path, sequences: list[Sequence], ways: list[str]) -> dict[str, dict[str, float]]:
     """Return by way: mean and largest KL from bfloat16 in nats, shares of other top tokens and sets, right answers."""
     exact, found = list(outputs_of(path, sequences, BFLOAT16)), {}
     found["bfloat16"] = _next_to(exact, iter(exact))
-    for name, (settings, stored) in WAYS.items():
+    for name in ways:
+        settings, stored = WAYS[name]
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = stored_in_blocks(path, folder / "model", stored) if stored else path
@@ -103,15 +110,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=100, help="of each task (default: 100)")
     parser.add_argument("--sequences", type=int, default=8, help=f"of {LONGEST} random tokens (default: 8; 0: none)")
+    parser.add_argument(
+        "--only", choices=list(WAYS), action="append", help="ways to measure; others stay (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "narrow_experts.json")
     chosen = parser.parse_args()
-    found = {"calculator": measure(CALCULATOR, problems_of(chosen.problems))}
-    save({"narrow_experts": found}, chosen.out)
+    found = json.loads(chosen.out.read_text(encoding="utf-8"))[KEY] if chosen.only else {}
+    ways = chosen.only or list(WAYS)
+
+    def add(model: str, path: Path, sequences: list[Sequence]) -> None:
+        found[model] = found.get(model, {}) | measure(path, sequences, ways)
+        save({KEY: found}, chosen.out)
+
+    add("calculator", CALCULATOR, problems_of(chosen.problems))
     if chosen.sequences:
         generator = np.random.default_rng(0)
         ids = generator.integers(FIRST_PLAIN_ID, 16384, (chosen.sequences, LONGEST))
-        found["random, 972 M"] = measure(checkpoint_of(RANDOM), [(row, 0) for row in ids.tolist()])
-    save({"narrow_experts": found}, chosen.out)
+        add("random, 972 M", checkpoint_of(RANDOM), [(row, 0) for row in ids.tolist()])
     print(as_table(found))
 
 

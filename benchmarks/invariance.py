@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +140,12 @@ KEPT = ("step", "layer", "compiled_layers", "num_layers")
 
 def on_tpus(known: dict[str, Any], *, save_now: Callable[[], None]) -> None:
     """Estimate each step with the setting on and off; write the result file after each."""
-    for name, case in STEPS_OF_TPUS.items():
-        known.setdefault(name, {})
-        for setting in ("off", "on"):
-            found = estimated(f"{name}, {setting}", [*case.options(), "--invariant-products", setting])
-            known[name][setting] = {key: found[key] for key in KEPT if key in found}
-            note(f"{name}, {setting}: {found['step']['seconds'] * 1e3:.2f} ms")
-            save_now()
+    for (name, case), setting in product(STEPS_OF_TPUS.items(), ("off", "on")):
+        with tempfile.TemporaryDirectory() as folder:
+            found = estimated(f"{name}, {setting}", [*case.options(folder), "--invariant-products", setting])
+        known.setdefault(name, {})[setting] = {key: found[key] for key in KEPT if key in found}
+        note(f"{name}, {setting}: {found['step']['seconds'] * 1e3:.2f} ms")
+        save_now()
 
 
 def main() -> None:

@@ -12,12 +12,16 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published_rows import CODER
 from benchmarks.table import tables
+from rayserve_moe.tools.plan_slice.made_up import resized, save_config
+from rayserve_moe.tools.presets import read_config
 
 CONTEXT = 1024
 SEQUENCES = (16, 128, 256, 1024)
@@ -38,13 +42,24 @@ class EstimatedCase:
     layers: int
     tensor: int = 1
     expert_dtype: str = "auto"
+    expert_products: str = "auto"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes in place of the model's."""
+    in_blocks: bool = False
+    """True if files hold experts in fp8 with a scale per 128 x 128."""
 
-    def options(self) -> list[str]:
-        """Return the options of `compile-check`."""
-        served = ["--model", self.model, "--topology", self.topology, "--tp", str(self.tensor)]
+    def options(self, folder: str) -> list[str]:
+        """Return the options of `compile-check`; a config that is no preset's is written to a folder."""
+        model = self.model
+        if self.sizes:
+            in_files = {"quantization_config": BLOCKS} if self.in_blocks else {}
+            save_config(resized(read_config(model), self.sizes) | in_files, folder)
+            model = folder
+        served = ["--model", model, "--topology", self.topology, "--tp", str(self.tensor)]
         sizes = ["--context", str(CONTEXT), "--batch", str(self.batch), "--prefill-tokens", str(PREFILL_TOKENS)]
         chosen = ["--page-size", "128", "--programs", self.program, "--layers", str(self.layers)]
-        return [*served, *sizes, *chosen, "--expert-dtype", self.expert_dtype]
+        experts = ["--expert-dtype", self.expert_dtype, "--expert-products", self.expert_products]
+        return [*served, *sizes, *chosen, *experts]
 
 
 def _cases(
@@ -63,6 +78,22 @@ def _cases(
     yield f"{name} on {topology}, prefill, {PREFILL_TOKENS * devices} tokens", prefill
 
 
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def _coder() -> Iterator[tuple[str, EstimatedCase]]:
+    """Qwen3-Coder-480B on four v7x: its published load of 64 sequences, with scales of columns and of blocks."""
+    topology, devices = "tpu7x:2x2x1", 8
+    decode = EstimatedCase("qwen3-235b-a22b", topology, "decode_64", 64, CODER["layers"], devices, "fp8", sizes=CODER)
+    prefill = replace(decode, program=f"prefill_{PREFILL_TOKENS}", layers=3)
+    for form, in_blocks in (("", False), (", 128 x 128", True)):
+        for rows, products in (("", "auto"), (" and rows too", "fp8")):
+            name = f"480B fp8{rows}{form} on {topology}"
+            options = {"expert_products": products, "in_blocks": in_blocks}
+            yield f"{name}, decode, 64 sequences", replace(decode, **options)
+            yield f"{name}, prefill, {PREFILL_TOKENS} tokens", replace(prefill, **options)
+
+
 CASES = dict(
     [
         *_cases("30B", "qwen3-30b-a3b", "v6e:2x4", devices=8, layers=48),
@@ -70,6 +101,7 @@ CASES = dict(
         *_cases("30B fp8", "qwen3-30b-a3b", "v6e:2x4", devices=8, layers=48, expert_dtype="fp8"),
         *_cases("30B", "qwen3-30b-a3b", "v6e:4x4", devices=16, layers=48),
         *_cases("235B", "qwen3-235b-a22b", "v5p:2x4x4", devices=32, layers=94),
+        *_coder(),
     ]
 )
 """`int8` and `fp8` are experts of that `expert_dtype`. All layers of a decode step are compiled, which takes hardly
@@ -85,7 +117,8 @@ RESULTS = Path(__file__).parent / "results"
 
 def run(case: str) -> dict[str, Any]:
     """Compile one case; returns the estimate. RuntimeError with the last line of the error where there is none."""
-    return estimated(case, CASES[case].options())
+    with tempfile.TemporaryDirectory() as folder:
+        return estimated(case, CASES[case].options(folder))
 
 
 def estimated(case: str, options: list[str]) -> dict[str, Any]:

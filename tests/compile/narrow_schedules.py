@@ -27,6 +27,9 @@ KINDS = {
     "fp8": ("float8_e4m3fn", False),
     "fp8 in blocks": ("float8_e4m3fn", True),
 }
+NARROW_ROWS = "rows too"
+"""Suffix of kinds whose rows are rounded to e4m3 as well, on chips that multiply it."""
+MULTIPLY_E4M3 = ("tpu7x",)
 SLOTS, WIDTH, INNER = 16, 2048, 768
 """Of Qwen3-30B-A3B on eight devices."""
 ONE_CORE = ("v5e", "v6e", "tpu7x")
@@ -39,9 +42,15 @@ def memory_bundles(chip: str) -> float:
     return 3 * WIDTH * INNER / (figures.hbm_bytes / figures.num_cores) * figures.clock_hz
 
 
+def kinds_of(chip: str) -> list[str]:
+    """All kinds of a chip."""
+    narrow = [f"{kind}, {NARROW_ROWS}" for kind in KINDS if kind.startswith("fp8")]
+    return [*KINDS, *(narrow if chip in MULTIPLY_E4M3 else [])]
+
+
 def shapes_of(kind: str) -> list[jax.ShapeDtypeStruct]:
     """Tokens, slots, matrices and scales."""
-    dtype, in_blocks = KINDS[kind]
+    dtype, in_blocks = KINDS[kind.partition(",")[0]]
     matrices = [(WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)]
     given = [((16, WIDTH), "bfloat16"), ((16, 6), "int32"), *(((SLOTS, *size), dtype) for size in matrices)]
     scales = [((SLOTS, scale_rows(rows) if in_blocks else 1, size), "float32") for rows, size in matrices]
@@ -51,11 +60,12 @@ def shapes_of(kind: str) -> list[jax.ShapeDtypeStruct]:
 def compile_all(chip: str, dump: DumpFolder) -> dict[str, int]:
     """Compile every kind for a chip; bundles of a slot with a tile of rows: of the longest loop, or of all."""
     found = {}
-    for kind in KINDS:
+    for kind in kinds_of(chip):
+        config = ProductConfig(SLOTS, 8.0, narrows_rows=kind.endswith(NARROW_ROWS))
 
-        def run(rows, slots, *weights):
+        def run(rows, slots, *weights, config=config):
             held = ExpertWeights(*weights[:3], None, None, None, *weights[3:])
-            return multiply_grouped(rows, slots, LayerExperts(held, np.int32(0), ProductConfig(SLOTS, 8.0)))
+            return multiply_grouped(rows, slots, LayerExperts(held, np.int32(0), config))
 
         compile_for(chip.removeprefix("tpu"), run, *shapes_of(kind))
         (text,) = (text for op, text in dump.take().items() if op.startswith("grouped_ffn"))

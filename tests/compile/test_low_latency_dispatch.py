@@ -42,6 +42,8 @@ def push(hidden_TD, slots_TK, gates_TK, *weights, sizes: DispatchSizes):
         pytest.param("v6e:2x4", 1, 32, SMALL, "float8_e4m3fn", marks=pytest.mark.slow),
         pytest.param("v6e:2x4", 1, 32, SMALL, "float8_e4m3fn in blocks", marks=pytest.mark.slow),
         pytest.param("tpu7x:2x2x1", 1, 32, SMALL, "float8_e4m3fn", marks=pytest.mark.slow),
+        pytest.param("tpu7x:2x2x1", 1, 32, SMALL, "float8_e4m3fn, rows too", marks=pytest.mark.slow),
+        pytest.param("tpu7x:2x2x4", 1, 16, LARGE, "float8_e4m3fn in blocks, rows too", marks=pytest.mark.slow),
         pytest.param("v5p:2x4x4", 1, 32, LARGE, "float8_e4m3fn in blocks", marks=pytest.mark.slow),
         pytest.param("v6e:2x4", 2, 2, SMALL, "bfloat16", marks=pytest.mark.slow),
         pytest.param("v6e:2x4", 1, 128, SMALL, "bfloat16", marks=pytest.mark.slow),
@@ -61,8 +63,10 @@ def test_the_experts_of_few_tokens_are_one_kernel(topology, tensor, tokens, expe
     """Weights of 8 bits are read as such, scales beside them: neither is copied. Rows of large experts lie in HBM."""
     mesh, parts, (width, inner) = mesh_of(topology, tensor), PartitionSpec(("data", "tensor")), expert
     num_slots, axes = NUM_EXPERTS // mesh.devices.size, tuple(mesh.shape.items())
+    weight_dtype, _, narrows_rows = weight_dtype.partition(", ")
     weight_dtype, _, in_blocks = weight_dtype.partition(" ")
     knobs = {"weight_dtype": weight_dtype, "num_cores": cores_of(mesh), "in_blocks": bool(in_blocks)}
+    knobs["narrows_rows"] = bool(narrows_rows)
     sizes = DispatchSizes(tokens, TOP_K, width, inner, num_slots, axes, **knobs)
     shapes = [((tokens * sizes.num_ranks, size), dtype) for size, dtype in ((width, "bfloat16"), (TOP_K, "int32"))]
     shapes.append(((tokens * sizes.num_ranks, TOP_K), "float32"))

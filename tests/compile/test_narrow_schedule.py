@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compile.narrow_schedules import BASELINE, KINDS, ONE_CORE, memory_bundles
+from tests.compile.narrow_schedules import (
+    BASELINE,
+    KINDS,
+    MULTIPLY_E4M3,
+    NARROW_ROWS,
+    ONE_CORE,
+    kinds_of,
+    memory_bundles,
+)
 
 
 @pytest.mark.slow
@@ -17,3 +25,13 @@ def test_no_slot_takes_more_bundles_than_the_baseline(chip):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bfloat16"])
 def test_8_bits_wait_for_memory_on_v6e_in_blocks_too(kind):
     assert BASELINE.committed()["v6e"][kind] <= memory_bundles("v6e")
+
+
+@pytest.mark.parametrize("chip", MULTIPLY_E4M3)
+def test_rows_in_8_bits_too_take_less_code_than_the_bytes_of_an_expert(chip):
+    """In blocks it is their scales alone that keep the core from waiting for memory with wider rows."""
+    known, narrow = BASELINE.committed()[chip], [kind for kind in kinds_of(chip) if kind.endswith(NARROW_ROWS)]
+    assert set(known) == set(kinds_of(chip)) and len(narrow) == 2
+    for kind in narrow:
+        assert known[kind] <= 0.8 * known[kind.removesuffix(f", {NARROW_ROWS}")]
+        assert known[kind] <= memory_bundles(chip)

@@ -162,6 +162,30 @@ def test_scales_move_with_their_slots_and_no_answer_changes(
 
 
 @FLOAT32
+@pytest.mark.slow
+def test_rows_in_8_bits_are_a_rounded_model_that_does_not_depend_on_the_batch(core_checkpoint, tmp_path):
+    """For scales of columns and of blocks; answers move by less than two nats a token, and they do move."""
+    for path in (core_checkpoint, stored_in_blocks(core_checkpoint, tmp_path / "blocks")):
+        plain, rounded = (
+            runner_with(path, expert_dtype="fp8", expert_products=products) for products in ("auto", "fp8")
+        )
+        alone, others = (run_alone(each, card_of(path), mixed_workload(), way=WAY) for each in (rounded, plain))
+        together = run_together(rounded, card_of(path), mixed_workload(), way=Way(16, 32, 7))
+        assert_all_same(together, alone)
+        pairs = [(alone[key], other) for key, other in others.items() if other.logprobs]
+        moved = [abs(one.logprobs[0] - other.logprobs[0]) for one, other in pairs if one.ids[0] == other.ids[0]]
+        assert moved and 0 < max(moved) < 2
+
+
+@FLOAT32
+def test_products_of_8_bits_are_refused_where_they_are_not_computed(core_checkpoint):
+    with pytest.raises(SettingsError, match="expert_products fp8 needs expert_dtype fp8, not int8"):
+        new_runner(core_checkpoint, **TWO_SHAPES, expert_dtype="int8", expert_products="fp8")
+    with pytest.raises(SettingsError, match=r"expert_products.*int8"):
+        new_runner(core_checkpoint, **TWO_SHAPES, expert_dtype="fp8", expert_products="int8")
+
+
+@FLOAT32
 def test_settings_that_are_not_held_are_refused(core_checkpoint):
     with pytest.raises(SettingsError, match="expert_dtype bfloat16: the model is computed in float32"):
         new_runner(core_checkpoint, **TWO_SHAPES, expert_dtype="bfloat16")

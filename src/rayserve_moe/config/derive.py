@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rayserve_moe.config.replica_settings import ReplicaSettings
 from rayserve_moe.config.settings import (
     CacheSettings,
     ClusterSettings,
     ExpertSettings,
     ModelSettings,
     ParallelSettings,
-    ReplicaSettings,
     SchedulerSettings,
     Settings,
     SettingsError,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from rayserve_moe.config.adapters import AdapterSettings
 from rayserve_moe.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 from rayserve_moe.config.replay_settings import ReplaySettings
+from rayserve_moe.config.replica_settings import ReplicaSettings
 from rayserve_moe.config.setting_fields import DAY_S
 from rayserve_moe.config.setting_fields import choice as _choice
 from rayserve_moe.config.setting_fields import named as _named
@@ -239,6 +240,8 @@ class ExpertSettings:
     """Storage dtype of expert weights. `auto` is the compute dtype, whatever the files hold. `int8` and `fp8` (e4m3)
     take a byte per weight and a float32 scale per output channel; weights are quantised while they are read, at the
     start and at every update. A checkpoint of the same 8 bits in 128 x 128 blocks keeps its bytes and scales."""
+    products: str = _choice("auto", "fp8", key="expert_products")
+    """`fp8` also rounds tokens to e4m3 for experts in fp8, which changes answers (v7x; ADR 0052); `auto` does not."""
     num_redundant: int = _number(0, (0, 128), "num_redundant_experts")
     """Expert slots per layer for replicas of busy experts; lowered until the slots divide evenly over devices."""
     dispatch: str = _choice("shares", "static", "first", "capacity", key="eplb_dispatch")
@@ -301,26 +304,6 @@ class CompileSettings:
     cpu_level: str = _choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon")
     """Instruction set of native kernels: `auto` is the fastest level of the processor; a lower level computes as on a
     processor without the higher ones. All engines of a process share it."""
-
-
-@dataclass(frozen=True)
-class ReplicaSettings:
-    """Number of replicas, and its autoscaling."""
-
-    num_replicas: int = _number(1, (1, 4096))
-    """Replicas at the start, each on its own hosts; `rayserve-moe scale` changes the number later."""
-    num_prefill: int = _number(0, (0, 4095), "num_prefill_replicas")
-    """Replicas that compute long prompts for the others, with pages in `host_cache_mib`. 0: every replica does both."""
-    min_replicas: int = _number(1, (1, 4096))
-    """Minimum number of replicas if `max_replicas` is set."""
-    max_replicas: int = _number(0, (0, 4096))
-    """Maximum number of replicas that autoscaling may start; 0 disables autoscaling."""
-    target_demand: float = _number(0.7, (0.05, 1))
-    """Target of the mean demand: used and requested rows or KV pages, divided by a replica's total."""
-    upscale_delay_s: float = _number(3.0, (0, DAY_S))
-    """Seconds of high demand before replicas are started."""
-    downscale_delay_s: float = _number(300.0, (0, DAY_S))
-    """Seconds of low demand before replicas drain and end."""
 
 
 @dataclass(frozen=True)

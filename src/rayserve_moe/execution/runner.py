@@ -75,8 +75,8 @@ class HostRunner:
         spec = spec_from_config(self._files.config)
         self._draft = open_draft(settings.speculation, spec, files=self._files, model=settings.model)
         """Files of the draft model, or None."""
-        served = served_model(spec, plan, settings=settings, draft=spec_of(self._draft))
-        self.served = served if placement is None else replace(served, placement=placement)
+        draft = spec_of(self._draft)
+        self.served = served_model(spec, plan, settings=settings, draft=draft, placement=placement)
         check_invariance(self.served)
         self.weights = ModelWeights({}, None)
         """Current weights; empty until `load`."""

@@ -288,9 +288,14 @@ def probed_sizes(served: ServedModel) -> tuple[int, ...]:
 
 
 def served_model(
-    spec: ModelSpec, plan: ParallelPlan, *, settings: RunnerSettings, draft: DraftSpec | None = None
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    *,
+    settings: RunnerSettings,
+    draft: DraftSpec | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> ServedModel:
-    """Lay out a model on a mesh, with its draft model.
+    """Lay out a model on a mesh, with its draft model. Experts are in their own order, or as `placement` says.
 
     Raises: SettingsError or UnsupportedModelError if they do not fit together.
     """
@@ -316,7 +321,8 @@ def served_model(
         shapes = (*shapes, *(replace(s, drafts_rest=True) for s in shapes if s.num_singles <= num_singles))
     of_draft = None if draft is None else draft_config(draft, config, pool=settings.pool_format)
     processors = load_processors(settings.structured.processors, digest=settings.processors_digest)
-    served = ServedModel(settings, config, dtype, first_placement(config), shapes, of_draft, processors)
+    placement = placement or first_placement(config)
+    served = ServedModel(settings, config, dtype, placement, shapes, of_draft, processors)
     _check_entries(served)
     derive.expert_dtype(settings.experts, dtype=dtype)  # refuses what is not held
     return served

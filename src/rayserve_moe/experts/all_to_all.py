@@ -47,7 +47,7 @@ from rayserve_moe.experts.rank_rows import (
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, chunk_tokens, cut_into_chunks, round_rows, take_part
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
-from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig, widened
+from rayserve_moe.kernels.reference.expert_products import LayerExperts, widened
 from rayserve_moe.kernels.slot_order import SortedAssignments, order_by_slot, take
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
@@ -85,7 +85,7 @@ def apply_all_to_all(
         not overlapped and sends_once(chunk, row_bytes, config=config),
     )
     mean_rows = chunk * top_k * num_ranks / config.router.num_experts
-    of_layer = experts.of_layer(ProductConfig(config.num_local_slots, mean_rows, config.activation), part.adapter_T)
+    of_layer = experts.of_layer(config.product(mean_rows), part.adapter_T)
     if len(hidden_GTD) > 1 and platform_of(plan.mesh) == "tpu":  # otherwise every chunk would convert them
         of_layer = widened(of_layer, tokens.hidden_TD.dtype)
     multiply = multiply_rows(of_layer, kernel=config.kernels.experts.results)

@@ -172,7 +172,7 @@ def product_shapes(
         case "replicated" if plan.data_size > 1:
             chunk = gathered_chunk(num_tokens, width * dtype.itemsize, config=config)
             num_tokens = chunk * plan.data_size * _sharing_devices(config)
-    product = ProductConfig(config.num_local_slots, 1.0, config.activation)
+    product = config.product(1.0)
     return _shaped(num_tokens, width, dtype), _shaped(num_tokens, top_k, jnp.int32), LayerExperts(weights, 0, product)
 
 
@@ -248,7 +248,7 @@ def _sums_of_my_slots(tokens: RoutedTokens, experts: PlacedExperts, config: Expe
         local_TK = slots_TK - config.plan.expert_rank() * num_local
         is_here_TK = (local_TK >= 0) & (local_TK < num_local) & valid_T[:, None]
         local_TK = jnp.where(is_here_TK, local_TK, num_local)
-    product = ProductConfig(num_local, ids_TK.size / config.router.num_experts, config.activation)
+    product = config.product(ids_TK.size / config.router.num_experts)
     with jax.named_scope("experts"):
         of_layer = experts.of_layer(product, adapter_T)
         return config.kernels.experts.sums(hidden_TD, local_TK, gates_TK, of_layer)

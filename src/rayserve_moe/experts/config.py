@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.activations import SILU, Activation
+from rayserve_moe.kernels.reference.expert_products import ProductConfig
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 
@@ -30,6 +31,8 @@ class ExpertConfig:
     activation: Activation = SILU
     weight_dtype: str = ""
     """`int8` or `float8_e4m3fn` for quantised matrices of experts; empty: the dtype of all weights."""
+    narrows_rows: bool = False
+    """True if rows are rounded to e4m3 for products with experts in e4m3."""
 
     @property
     def num_slots(self) -> int:
@@ -44,3 +47,7 @@ class ExpertConfig:
     @property
     def num_local_slots(self) -> int:
         return self.num_slots // self.plan.num_expert_ranks
+
+    def product(self, mean_rows: float) -> ProductConfig:
+        """Return the constants of a product of a device's experts, given the mean rows of an expert."""
+        return ProductConfig(self.num_local_slots, mean_rows, self.activation, self.narrows_rows)

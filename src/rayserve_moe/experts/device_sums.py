@@ -33,7 +33,7 @@ from rayserve_moe.experts.slot_mapping import PlacedExperts
 from rayserve_moe.experts.tokens import MIN_FUSED_CHUNK, RoutedTokens, cut_into_chunks, take_part
 from rayserve_moe.kernels.ragged_exchange import RaggedSlices, ragged_all_to_all
 from rayserve_moe.kernels.reference.device_sums import DeviceSumKernels, SlotLists
-from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig
+from rayserve_moe.kernels.reference.expert_products import LayerExperts
 from rayserve_moe.parallel.sharding import DATA, TENSOR
 
 LANES = 128
@@ -73,8 +73,7 @@ def apply_device_sums(tokens: RoutedTokens, experts: PlacedExperts, *, config: E
         slots_GTK = jnp.where(valid_GT[..., None], ids_GTK, config.num_slots)
         row_plans = plan_rows(slots_GTK, gates_GTK, config=config)
     mean_rows = chunk * config.router.top_k * plan.num_expert_ranks / config.num_slots
-    product = ProductConfig(config.num_local_slots, mean_rows, config.activation)
-    exchange = ChunkExchange(config.kernels.experts.device_sums.run, experts.of_layer(product))
+    exchange = ChunkExchange(config.kernels.experts.device_sums.run, experts.of_layer(config.product(mean_rows)))
     out_GTD = exchange.run(Chunk(hidden_GTD, row_plans))
     out_TD = out_GTD.reshape(-1, width)[: len(part.valid_T)]
     if plan.tensor_size > 1:

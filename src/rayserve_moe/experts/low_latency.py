@@ -12,7 +12,6 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.experts.slot_mapping import PlacedExperts, choose_slots, is_near
 from rayserve_moe.experts.tokens import RoutedTokens, take_part
 from rayserve_moe.kernels.narrow_weights import in_blocks
-from rayserve_moe.kernels.reference.expert_products import ProductConfig
 from rayserve_moe.kernels.tpu.dispatch_sizes import WEIGHT_DTYPES, DispatchSizes
 from rayserve_moe.parallel.mesh import cores_of
 from rayserve_moe.parallel.sharding import DATA, TENSOR
@@ -35,8 +34,7 @@ def apply_low_latency(tokens: RoutedTokens, experts: PlacedExperts, *, config: E
             part.ids_TK, part.valid_T, experts.maps, layer=layer, rank=rank, config=config, near=near
         )
     sizes = _sizes_of(tokens, experts, config)
-    product = ProductConfig(sizes.num_slots, sizes.num_ranks * sizes.num_rows / config.num_slots, config.activation)
-    of_layer = experts.of_layer(product)
+    of_layer = experts.of_layer(config.product(sizes.num_ranks * sizes.num_rows / config.num_slots))
     with jax.named_scope("experts"):
         out_TD = config.kernels.experts.low_latency.run(part.hidden_TD, slots_TK, part.gates_TK, of_layer, sizes=sizes)
     if plan.tensor_size == 1:
@@ -85,4 +83,5 @@ def _sizes_of(tokens: RoutedTokens, experts: PlacedExperts, config: ExpertConfig
         cores_of(config.plan.mesh),
         adds_by_device=adds_by_device(tokens, experts, config),
         in_blocks=in_blocks(weights.up_scale_XZF),
+        narrows_rows=config.narrows_rows,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from rayserve_moe.config.derive import max_num_replicas
-from rayserve_moe.config.settings import ReplicaSettings
+from rayserve_moe.config.replica_settings import ReplicaSettings
 from rayserve_moe.engine.loop import EngineLoop
 
 DEMAND = "demand"

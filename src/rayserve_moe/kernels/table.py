@@ -20,7 +20,7 @@ from rayserve_moe.kernels import kv_pool, packed_blocks
 from rayserve_moe.kernels.attention_heads import project_packed_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.block_index import choose_layer_blocks
-from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound, operation, supports_all
+from rayserve_moe.kernels.candidates import Candidate, Operation, bound, operation
 from rayserve_moe.kernels.cpu_native import calls, delta_call, index_call, mamba2_call, sampling_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.gpu import paged_attention as gpu_attention

@@ -54,6 +54,11 @@ def cores_of(mesh: Mesh) -> int:
     return getattr(mesh.devices.flat[0], "num_cores", None) or 1
 
 
+def multiplies_e4m3(mesh: Mesh) -> bool:
+    """Return True if the devices of a mesh multiply e4m3 as it is, or compute by XLA on a CPU."""
+    return platform_of(mesh) == "cpu" or "7x" in mesh.devices.flat[0].device_kind
+
+
 def _by_slice(devices: list[jax.Device], num_slices: int) -> list[jax.Device]:
     """Return devices ordered by slice, host, and number within the host; check the number and size of slices.
 

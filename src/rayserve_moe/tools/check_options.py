@@ -23,6 +23,7 @@ SETTING_OF_OPTION = {
     "kv_cache_dtype": "kv_cache_dtype",
     "slices": "num_slices",
     "expert_dtype": "expert_dtype",
+    "expert_products": "expert_products",
     "return_routed_experts": "enable_return_routed_experts",
     "speculative_algorithm": "speculative_algorithm",
     "speculative_draft_model_path": "speculative_draft_model_path",
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument("--dtype", help="of weights, and of KV without --kv-cache-dtype (default: the model's)")
     shapes.add_argument("--kv-cache-dtype", help="see the setting kv_cache_dtype")
     shapes.add_argument("--expert-dtype", help="see the setting expert_dtype")
+    shapes.add_argument("--expert-products", help="see the setting expert_products")
     shapes.add_argument("--expert-backend", help="see the setting expert_backend")
     shapes.add_argument("--expert-selection", help="see the setting expert_selection")
     shapes.add_argument("--redundant-experts", type=int, help="expert slots beyond one per expert, with rebalancing")

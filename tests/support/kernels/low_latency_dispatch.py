@@ -47,8 +47,9 @@ from tests.support.session.xla_flags import process_flags
 
 SIZES = DispatchSizes(6, 3, 256, 128, 2, (("data", 4), ("tensor", 2)))
 IN_BLOCKS, ON_TWO_CORES, BY_DEVICE, FEW_TOKENS = "in blocks: ", "on two cores: ", "by device: ", "few tokens: "
+NARROW_ROWS = "rows in 8 bits: "
 """Prefixes of cases: experts are read in two blocks, and rows of a slot in groups of one tile; a device has two cores
-and three slots; results are added up device by device; slots often have no rows.
+and three slots; results are added up device by device; slots often have no rows; rows are rounded to e4m3.
 """
 WIDTHS: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 DRAWN = Drawn(scale=0.05, norm_jitter=0.2)
@@ -75,6 +76,7 @@ def sizes_of(name: str) -> DispatchSizes:
     if ON_TWO_CORES in name:
         sizes = replace(sizes, num_slots=3, num_cores=2)
     sizes = replace(sizes, adds_by_device=BY_DEVICE in name, num_tokens=2 if FEW_TOKENS in name else 6)
+    sizes = replace(sizes, narrows_rows=NARROW_ROWS in name)
     return replace(sizes, inner=256, given_block=128) if IN_BLOCKS in name else sizes
 
 
@@ -125,7 +127,8 @@ def outcome_of(slots: np.ndarray, sizes: DispatchSizes) -> Outcome:
     found = np.asarray(run(hidden_TD, slots_TK, gates_TK, weights), np.float32)
     layers = (sizes.num_ranks, 2, sizes.num_slots)
     of_layer = jax.tree.map(lambda w: w.reshape(*layers, *w.shape[1:])[:, 1].reshape(-1, *w.shape[1:]), weights)
-    experts = LayerExperts(of_layer, 0, ProductConfig(sizes.num_ranks * sizes.num_slots, 8.0))
+    product = ProductConfig(sizes.num_ranks * sizes.num_slots, 8.0, narrows_rows=sizes.narrows_rows)
+    experts = LayerExperts(of_layer, 0, product)
     expected = sum_results(hidden_TD, slots_TK, gates_TK, experts, multiply=multiply_in_blocks).astype(jnp.bfloat16)
     if sizes.adds_by_device:
         results_TKD = np.asarray(multiply_in_blocks(hidden_TD, slots_TK, experts), np.float32)
@@ -369,6 +372,16 @@ def scales_of_the_next_slot() -> None:
     dispatch_weights.weight_copies = wrong
 
 
+def scales_of_other_rows() -> None:
+    operand_of = low_latency_dispatch.operand_of
+
+    def wrong(rows, **how) -> Any:
+        narrow, scales = operand_of(rows, **how)
+        return narrow, jnp.roll(scales, 1)
+
+    low_latency_dispatch.operand_of = wrong
+
+
 def weights_over_those_that_are_multiplied() -> None:
     weight_copies = dispatch_weights.weight_copies
     dispatch_weights.weight_copies = lambda *arguments, half, **how: weight_copies(*arguments, half=half * 0, **how)
@@ -393,6 +406,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     IN_BLOCKS + "no wait for rows from HBM": no_wait_for_rows_from_hbm,
     ON_TWO_CORES + "both as the first": both_cores_as_the_first,
     BY_DEVICE + "devices of other slots": devices_of_other_slots,
+    NARROW_ROWS + "scales of other rows, float8_e4m3fn": scales_of_other_rows,
 }
 
 

@@ -153,6 +153,14 @@ def test_rows_fit_into_both_memories_of_a_core():
     assert device_sums.max_rows(8192, 4096, 8) == 0
 
 
+def test_larger_experts_leave_too_little_space():
+    """The figures of ADR 0046: of Qwen3-235B-A22B on 64 devices, and on cores of 64 MiB; of DeepSeek-V3 in 8 bits."""
+    assert device_sums.max_rows(4096, 1536, 8) // 64 == 17
+    both_buffers = 2 * 3 * 4096 * 1536 * 2
+    assert both_buffers == 72 << 20 and device_sums.vmem_bytes(0, 4096, 1536) > 64 << 20
+    assert 2 * 3 * 7168 * 2048 == 84 << 20
+
+
 def no_wait_for_rows(monkeypatch):
     copy = device_sums.pltpu.make_async_copy
 

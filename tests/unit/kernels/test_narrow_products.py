@@ -87,7 +87,7 @@ def test_the_kernels_conversion_of_e4m3_is_exact_for_every_number():
     numbers = jnp.asarray(np.tile(bits, (128, 1)).view(ml_dtypes.float8_e4m3fn))
 
     def multiply(rows_ref, matrix_ref, scale_ref, out_ref) -> None:
-        out_ref[...] = held_product(rows_ref[...], matrix_ref[...], scale_ref)
+        out_ref[...] = held_product((rows_ref[...], None), matrix_ref[...], scale_ref)
 
     for num_scales in (1, 8):
         given = jnp.eye(128, dtype=jnp.bfloat16), numbers, jnp.ones((num_scales, 256))

@@ -27,7 +27,7 @@ from rayserve_moe.model.model_config import ModelConfig, Parameters
 from rayserve_moe.model.param_spec import ParamSpec
 from rayserve_moe.model.parameters import parameter_specs, parameters_in_files
 from rayserve_moe.model.spec import ModelSpec
-from rayserve_moe.parallel.mesh import platform_of
+from rayserve_moe.parallel.mesh import multiplies_e4m3, platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan, num_parts
 
 
@@ -67,8 +67,22 @@ def model_config(
         capacity_scope=experts.capacity_scope,
         activation=spec.experts.gating(),
         weight_dtype=QUANTIZED.get(experts.weight_dtype, ""),
+        narrows_rows=_narrows_rows(experts, plan, kernels=kernels),
     )
     return ModelConfig(spec, config)
+
+
+def _narrows_rows(experts: ExpertSettings, plan: ParallelPlan, *, kernels: Kernels | None) -> bool:
+    """Return True if products of experts round rows to e4m3. Raises SettingsError if weights or devices do not fit."""
+    if experts.products == "auto":
+        return False
+    if experts.weight_dtype != "fp8":
+        raise SettingsError(f"expert_products fp8 needs expert_dtype fp8, not {experts.weight_dtype}")
+    if kernels is not None and kernels.name == "cpu_native":
+        raise SettingsError("expert_products fp8: native CPU kernels do not round tokens; set cpu_kernels off")
+    if not multiplies_e4m3(plan.mesh):
+        raise SettingsError("expert_products fp8: TPUs before v7x do not multiply 8 bits; set auto")
+    return True
 
 
 def first_placement(config: ModelConfig) -> ExpertPlacement:

@@ -30,7 +30,7 @@ from rayserve_moe.kernels.adapters import (
     pair_of_layer,
     ranks_to_carry,
 )
-from rayserve_moe.kernels.narrow_weights import NARROW, dequantized, in_blocks
+from rayserve_moe.kernels.narrow_weights import NARROW, dequantized, in_blocks, operand_of
 from rayserve_moe.kernels.reference.activations import SILU, Activation, activate
 from rayserve_moe.kernels.row_blocks import ByRows, at_once
 from rayserve_moe.kernels.slot_order import inverse, order_by_slot, take
@@ -72,6 +72,8 @@ class ProductConfig:
     num_slots: int
     mean_rows: float
     activation: Activation = SILU
+    narrows_rows: bool = False
+    """True if rows are rounded to e4m3 for products with experts in e4m3 (`narrow_weights.quantized_rows`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +121,7 @@ def multiply_in_blocks(
         rows_BD, adapters = hidden_TD[tokens].reshape(block, -1), experts.adapters
         if adapters is not None:
             adapters = adapters._replace(slot_T=adapters.slot_T[tokens])
-        return _expert(rows_BD, weights, experts.first_slot + slot, config.activation, adapters=adapters)
+        return _expert(rows_BD, weights, experts.first_slot + slot, config, adapters=adapters)
 
     def visit(i: jax.Array, results_YD: jax.Array) -> jax.Array:
         rows_BD = jax.lax.cond(i < num_blocks, multiply, lambda _: jnp.zeros_like(results_YD[:block]), i)
@@ -162,7 +164,10 @@ def multiply_by_ragged_dot(hidden_TD: jax.Array, slots_TK: jax.Array, experts: L
         return [out + more for out, more in zip(made, added, strict=True)]
 
     def multiply_base(rows: jax.Array, product: _Product) -> jax.Array:
-        out = jax.lax.ragged_dot(rows, product.matrices, sizes_X, preferred_element_type=jnp.float32)
+        operand, row_scales = operand_of(rows, narrows_rows=experts.config.narrows_rows)
+        operand = operand.astype(rows.dtype)
+        out = jax.lax.ragged_dot(operand, product.matrices, sizes_X, preferred_element_type=jnp.float32)
+        out = out if row_scales is None else out * row_scales
         if product.scales is not None:
             out = out * take_scales(product.scales, slot_of_row)
         return out if product.bias is None else out + product.bias.at[slot_of_row].get(mode="clip")
@@ -265,15 +270,18 @@ def _expert(
     rows_BD: jax.Array,
     weights: ExpertWeights,
     index: jax.Array,
-    activation: Activation,
+    config: ProductConfig,
     *,
     adapters: RowAdapters | None,
 ) -> jax.Array:
     def multiply(rows: jax.Array, product: _Product) -> jax.Array:
         matrix, scales = product.matrices[index], None if product.scales is None else product.scales[index]
+        operand, row_scales = operand_of(rows, narrows_rows=config.narrows_rows)
+        dtype = rows.dtype if row_scales is None else jnp.float32
         if scales is not None and in_blocks(scales):
-            matrix, scales = dequantized(matrix, scales, rows.dtype), None
-        out = jnp.matmul(rows, matrix.astype(rows.dtype), preferred_element_type=jnp.float32)
+            matrix, scales = dequantized(matrix, scales, dtype), None
+        out = jnp.matmul(operand.astype(dtype), matrix.astype(dtype), preferred_element_type=jnp.float32)
+        out = out if row_scales is None else out * row_scales
         out = out if scales is None else out * scales
         out = out if product.bias is None else out + product.bias[index]
         if product.adapters is None or adapters is None:
@@ -281,7 +289,7 @@ def _expert(
         return out + expert_product(rows, product.adapters, index, slot_T=adapters.slot_T)
 
     before, down = _products(weights, adapters)
-    inner = _activated([multiply(rows_BD, product) for product in before], activation)
+    inner = _activated([multiply(rows_BD, product) for product in before], config.activation)
     return multiply(inner.astype(rows_BD.dtype), down).astype(rows_BD.dtype)
 
 

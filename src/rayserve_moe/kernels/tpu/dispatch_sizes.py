@@ -55,6 +55,8 @@ class DispatchSizes:
     device; else in router order."""
     in_blocks: bool = False
     """True if matrices of 8 bits have scales of blocks of rows instead of columns."""
+    narrows_rows: bool = False
+    """True if rows are rounded to e4m3 for a product of two operands of 8 bits (`narrow_weights`)."""
 
     @property
     def of_core(self) -> DispatchSizes:

@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.adapters import ExpertAdapters
-from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
-from rayserve_moe.kernels.reference.activations import Activation, activate
-from rayserve_moe.kernels.reference.expert_products import LayerExperts
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product, operand_of
+from rayserve_moe.kernels.reference.activations import activate
+from rayserve_moe.kernels.reference.expert_products import LayerExperts, ProductConfig
 from rayserve_moe.kernels.slot_order import order_by_slot, take
 
 BlockPlace = tuple[jax.Array | int, ...]
@@ -163,10 +163,12 @@ def _kernel_for(
     scales = [pl.BlockSpec((1, s.shape[1], size), at) for s, (size, at) in pairs if s is not None]
     of_adapters = [] if experts.adapters is None else _adapter_specs(experts.adapters.experts, of_whole)
     ranks = 0 if experts.adapters is None else experts.adapters.experts.up.a_LSRI.shape[2]
-    multiply_slot = partial(_multiply_slot, has_gate=has_gate, has_scales=bool(scales), ranks=ranks)
+    multiply_slot = partial(
+        _multiply_slot, has_gate=has_gate, has_scales=bool(scales), ranks=ranks, config=experts.config
+    )
     sums = pltpu.VMEM((num_rows if num_blocks > 1 else ALIGNED_ROWS, width), jnp.float32)
     return pl.pallas_call(
-        partial(multiply_slot, num_blocks=num_blocks, activation=experts.config.activation),
+        partial(multiply_slot, num_blocks=num_blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_slots, num_blocks),
@@ -188,7 +190,7 @@ def _adapter_specs(adapters: ExpertAdapters, of_whole: Callable[..., BlockPlace]
 
 
 def _multiply_slot(
-    *refs: Any, num_blocks: int, has_gate: bool, has_scales: bool, ranks: int, activation: Activation
+    *refs: Any, num_blocks: int, has_gate: bool, has_scales: bool, ranks: int, config: ProductConfig
 ) -> None:
     """Multiply the tiles of a slot's rows with a block of the expert width; rows of other slots do not change.
 
@@ -216,11 +218,13 @@ def _multiply_slot(
             a_ref, b_ref = adapter_refs[2 * place : 2 * place + 2]
             return sum_MO + _own_products(rows_MI, a_ref[0], b_ref[0], slot_M1=row_slots_ref[tile, :], ranks=ranks)
 
-        gate_MB = add(held_product(rows_MD, gate_refs[0][0], gate_scales[0]), rows_MD, 0) if has_gate else None
-        up_MB = add(held_product(rows_MD, up_ref[0], up_scale), rows_MD, int(has_gate))
-        inner_MB = activate(gate_MB, up_MB, activation).astype(rows_MD.dtype)
+        operand = operand_of(rows_MD, narrows_rows=config.narrows_rows)
+        gate_MB = add(held_product(operand, gate_refs[0][0], gate_scales[0]), rows_MD, 0) if has_gate else None
+        up_MB = add(held_product(operand, up_ref[0], up_scale), rows_MD, int(has_gate))
+        inner_MB = activate(gate_MB, up_MB, config.activation).astype(rows_MD.dtype)
         first_block = part * (down_ref.shape[1] // SCALE_BLOCK)
-        sum_MD = held_product(inner_MB, down_ref[0], down_scale, first=first_block)
+        operand = operand_of(inner_MB, narrows_rows=config.narrows_rows)
+        sum_MD = held_product(operand, down_ref[0], down_scale, first=first_block)
         sum_MD = add(sum_MD, inner_MB, 1 + has_gate)
         place_M1 = at + jax.lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0)
         is_own_M1 = (place_M1 >= begin) & (place_M1 < end)

@@ -12,8 +12,8 @@ added up. Its rows wait in HBM and are multiplied in groups; the weights are rea
               | block 1 | block 2 | block 0 |                                       the next block is read
 
 No row is ever left out, and a device's own rows lie in the core's memory: the kernel is for few tokens, as in a decode
-step. Weights of 8 bits are converted on their way into the matrix unit, and scaled before or after the product
-(`narrow_weights`).
+step. Weights of 8 bits are converted on their way into the matrix unit, and scaled before or after the product; or
+rows are rounded to 8 bits, and both multiplied as they are (`narrow_weights`).
 
 If two cores share a device, each has half of its slots, and its own memory and semaphores. It exchanges rows with the
 same core of the other devices. The code counts pairs of a rank and a core as ranks, among the pairs of the same core.
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product
+from rayserve_moe.kernels.narrow_weights import SCALE_BLOCK, held_product, operand_of
 from rayserve_moe.kernels.reference.activations import activate
 from rayserve_moe.kernels.reference.expert_products import LayerExperts
 from rayserve_moe.kernels.tpu.dispatch_rows import (
@@ -337,9 +337,11 @@ def _multiply_tile(
     parts = [halves(rows[piece, :]) for piece in pieces]
     columns = [lower for lower, _ in parts] + [upper for _, upper in parts]
     rows_MD = jnp.concatenate([column.astype(jnp.bfloat16) for column in columns], axis=1)
-    gate_MB, up_MB = (_product(rows_MD, refs, place, half) for place in (0, 1))
+    operand_of_rows = partial(operand_of, narrows_rows=sizes.narrows_rows)
+    operand = operand_of_rows(rows_MD)
+    gate_MB, up_MB = (_product(operand, refs, place, half) for place in (0, 1))
     inner_MB = activate(gate_MB, up_MB, sizes.activation).astype(jnp.bfloat16)
-    result_MD = _product(inner_MB, refs, 2, half, block)
+    result_MD = _product(operand_of_rows(inner_MB), refs, 2, half, block)
 
     def place(result_MD: jax.Array) -> None:
         words_MW = as_words(result_MD.astype(jnp.bfloat16).astype(jnp.float32))
@@ -355,8 +357,14 @@ def _multiply_tile(
     pl.when(block == sizes.num_blocks - 1)(partial(place, sums_MD))
 
 
-def _product(rows_MK: jax.Array, refs: Refs, place: int, half: jax.Array, block: jax.Array | None = None) -> jax.Array:
-    """Multiply rows by a held matrix, and by the scales of its columns if any: float32."""
+def _product(
+    operand: tuple[jax.Array, jax.Array | None],
+    refs: Refs,
+    place: int,
+    half: jax.Array,
+    block: jax.Array | None = None,
+) -> jax.Array:
+    """Multiply an operand (`operand_of`) by a held matrix, and by the scales of its columns if any: float32."""
     matrix_KN, scales = refs.weights_H[place][half], refs.weights_H[3:]
     first = 0 if block is None else block * (matrix_KN.shape[0] // SCALE_BLOCK)
-    return held_product(rows_MK, matrix_KN, scales[place].at[half] if scales else None, first=first)
+    return held_product(operand, matrix_KN, scales[place].at[half] if scales else None, first=first)
