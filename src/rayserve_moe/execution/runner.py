@@ -75,8 +75,7 @@ class HostRunner:
         spec = spec_from_config(self._files.config)
         self._draft = open_draft(settings.speculation, spec, files=self._files, model=settings.model)
         """Files of the draft model, or None."""
-        draft = spec_of(self._draft)
-        self.served = served_model(spec, plan, settings=settings, draft=draft, placement=placement)
+        self.served = served_model(spec, plan, settings=settings, draft=spec_of(self._draft), placement=placement)
         check_invariance(self.served)
         self.weights = ModelWeights({}, None)
         """Current weights; empty until `load`."""
@@ -229,12 +228,10 @@ class HostRunner:
 
     def _launch_step(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Launch a step and return a call that waits for its result. The plan is not kept: a channel reuses it."""
-        started = time.perf_counter()
-        fits = self._packer.fits(plan)
-        packed = self._packer.pack(plan, with_changes=fits)
-        updates = (
-            [] if fits else list(updates_of(plan, self.programs.changes, rows_per_rank=self._packer.rows_per_rank))
-        )
+        started, packer = time.perf_counter(), self._packer
+        fits = packer.fits(plan)
+        packed = packer.pack(plan, with_changes=fits)
+        updates = [] if fits else list(updates_of(plan, self.programs.changes, rows_per_rank=packer.rows_per_rank))
         moves = None if plan.migration is None else vectors_of(plan.migration)
         wanted = wanted_outputs(plan)
         held = held_of(packed, plan, processors=self.served.processors) if plan.holds_samples else None
