@@ -27,7 +27,7 @@ FIRST_WITH_E4M3 = 7
 """The generation of TPUs from which on they convert and multiply e4m3."""
 E4M3_MAX = 448.0
 """Largest number of e4m3."""
-_LEAST_MAX = 2.0**-100
+_MIN_SCALED = 2.0**-100
 """Rows with a smaller maximum are scaled as if they had it: the scale of a row of zeros is a normal number."""
 
 
@@ -57,7 +57,7 @@ def quantized_rows(rows_MK: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     wide_MK = rows_MK.astype(jnp.float32)
     largest_M1 = jnp.max(jnp.abs(wide_MK), axis=-1, keepdims=True)
-    scales_M1 = jnp.maximum(largest_M1, _LEAST_MAX) * (1 / E4M3_MAX)
+    scales_M1 = jnp.maximum(largest_M1, _MIN_SCALED) * (1 / E4M3_MAX)
     return (wide_MK * (1.0 / scales_M1)).astype(jnp.float8_e4m3fn), scales_M1
 
 
