@@ -36,7 +36,7 @@ export XLA_FLAGS := $(strip $(XLA_FLAGS) $(patsubst %,--xla_cpu_max_isa=%,$(filt
 endif
 
 # Which part of the slow tests `test-part` runs: another one after every commit.
-PART ?= $(shell git rev-list --count HEAD)/48
+PART ?= $(shell git rev-list --count HEAD)/64
 
 .DEFAULT_GOAL := check
 .PHONY: setup fmt check test test-all test-native test-level test-part emulation published published-all parity parity-part parity-all clients browser screenshots bench compile-check compile-check-full wheel wheel-check docs serve
