@@ -65,7 +65,7 @@ def test_a_start_compiles_the_programs_of_the_gate(values, core_checkpoint, capl
     assert ("fetch_slots" in programs) == bool(values)
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\n\nbuffers")
 
 

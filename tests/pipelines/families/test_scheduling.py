@@ -170,6 +170,7 @@ def with_tie_of(case: FamilyCase, expected: Outcomes, found: Outcomes) -> Outcom
     return {**expected, choice: ours}
 
 
+@pytest.mark.slow
 @pytest.mark.float32("devices add up parts of sums")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_whose_experts_move_is_one_device(

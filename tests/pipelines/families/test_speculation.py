@@ -77,6 +77,7 @@ def test_drafts_of_its_own_prediction_layer_do_not_show(
         assert_same(found[key], outcome, routing=outcome.routing is not None, tolerance=tolerance)
 
 
+@pytest.mark.slow
 @cases("qwen3_next-0", "qwen3_5_moe_text-0", quick="qwen3_5_moe_text-0")
 def test_drafts_that_are_never_wrong_are_accepted(case: FamilyCase, dtype: str, tmp_path: Path):
     model = write_family(case, tmp_path / "model", seed=5, dtype=dtype, mtp_num_hidden_layers=1)

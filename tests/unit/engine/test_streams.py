@@ -102,7 +102,7 @@ def test_whatever_ends_a_choice_while_it_is_retracted_it_has_its_rows(loop: Engi
         RunningRequest(loop, tokenizer, request=GenerationRequest(f"r{i}", ids, sampling, return_routed_experts=True))
         for i, ids in enumerate(prompts)
     ]
-    while loop.statistics()["tokens_sampled"] < 16:
+    while (found := loop.statistics())["tokens_sampled"] < 16 or found["requests_running"] < len(prompts):
         loop.check_integrity()
     loop.control.pause("retract").result(TIMEOUT_S)
     for one in running[::2]:

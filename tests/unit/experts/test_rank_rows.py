@@ -77,6 +77,7 @@ def test_rows_leave_for_distinct_ranks_and_results_for_experts(monkeypatch):
     assert sent["rows"] == sum(map(len, remote)) < sent["results"] == num_results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "tokens", "top_k", "local"), [(4, 5, 3, 2), (8, 3, 8, 4), (2, 7, 4, 5), (3, 1, 1, 1)]
 )

@@ -191,6 +191,7 @@ def test_experts_in_8_bits_and_without_a_gate_take_adapters(narrow):
     assert np.abs(found[0]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_adapters_that_the_kernel_does_not_take_go_another_way(monkeypatch):
     experts = experts_of(256, "float32")
     adapters = adapters_of(experts, 50)

@@ -60,6 +60,7 @@ def computed(config: ModelConfig, asked: tuple[int, ...]) -> ForwardOutput:
     return jax.jit(mapped)(params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layers", PATTERNS.values(), ids=PATTERNS.keys())
 def test_a_loop_over_periods_is_a_loop_for_each_layer(layers):
