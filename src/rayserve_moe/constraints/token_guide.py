@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import SamplingParams
@@ -23,8 +22,6 @@ def _failed(sentence: str) -> FinishReason:
 EMPTY = _failed("no token is left: other fields of the request forbid every token that the constraint allows")
 NOT_FOLLOWED = _failed("the grammar engine could not follow the answer: its limits are exceeded")
 TOO_SLOW = _failed("the constraint takes too long per token, which blocks other requests")
-FAST_MS = 1.0
-"""Maximum milliseconds of a choice's last mask with which the next is computed together with others."""
 USUAL_SHARE = 0.1
 """Allowance regained per mask, as a fraction of `max_mask_ms`: the permitted average time."""
 
@@ -129,30 +126,22 @@ class TokenGuide:
         is_followed = self._follow(output_ids)
         self.last_ms = 1e3 * (time.thread_time() - begun)
         self._allowance_ms = min(self._allowance_ms + USUAL_SHARE * self._max_mask_ms, self._max_mask_ms) - self.last_ms
-        return self._taken(self._mask, is_followed)
-
-    def joins(self, output_ids: np.ndarray) -> bool:
-        """Return True if `MaskBatch` may compute the next mask: the last was fast, and at most one token follows it."""
-        return self._after is None and self.last_ms < FAST_MS and len(output_ids) - self._num_consumed <= 1
-
-    def _taken(self, mask: np.ndarray, is_followed: bool) -> np.ndarray | FinishReason:
-        """Return the grammar's mask within the other rules, or the finish reason."""
-        if not is_followed or self._matcher.is_error():
+        if not is_followed:
             return NOT_FOLLOWED
-        return TOO_SLOW if self._allowance_ms < 0 else self._within_rules(mask, self._num_consumed)
+        return TOO_SLOW if self._allowance_ms < 0 else self._within_rules(len(output_ids))
 
     def _follow(self, output_ids: np.ndarray) -> bool:
-        """Fill the mask by the grammar; return False if it does not allow the outputs."""
+        """Fill the mask by the grammar; return False if the engine fails."""
         matcher = self._matcher
         num_fresh = len(output_ids) - self._num_consumed
         self._num_consumed += num_fresh
         if num_fresh and not matcher.consume_tokens(output_ids[-num_fresh:].tolist()):
             return False
         matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
-        return True
+        return not matcher.is_error()
 
-    def _within_rules(self, mask: np.ndarray, num_outputs: int) -> np.ndarray | FinishReason:
-        rules, matcher = self._rules, self._matcher
+    def _within_rules(self, num_outputs: int) -> np.ndarray | FinishReason:
+        rules, matcher, mask = self._rules, self._matcher, self._mask
         if self._has_stops and matcher.is_accepting():
             mask |= rules.stops
         if rules.allowed is not None:
@@ -165,35 +154,3 @@ class TokenGuide:
         if np.count_nonzero(mask):
             return mask
         return STOP if matcher.is_stopped() else EMPTY
-
-
-class MaskBatch:
-    """Masks of several choices at once, by threads of the grammar engine, without the interpreter lock."""
-
-    @cached_property
-    def _engine(self) -> LLExecutor:
-        return LLExecutor()
-
-    def next_masks(self, given: Sequence[tuple[TokenGuide, np.ndarray]]) -> list[np.ndarray | FinishReason]:
-        """Return what `next_mask` returns for guides that join after their outputs.
-
-        The time of one is not known, so allowances stay. If all took more than FAST_MS beyond twice the milliseconds of
-        their last masks alone, the next masks are computed alone, and measured.
-        """
-        begun, refused = time.perf_counter(), set[TokenGuide]()
-        waiting = [(guide, int(outputs[-1])) for guide, outputs in given if guide._num_consumed < len(outputs)]
-        if waiting:
-            tokens = [(guide._matcher, token) for guide, token in waiting]
-            are_allowed = self._engine.consume_token_par(tokens)
-            refused = {guide for (guide, _), is_allowed in zip(waiting, are_allowed, strict=True) if not is_allowed}
-        masks = np.zeros((len(given), len(given[0][0]._mask)), np.int32)
-        matchers = [(guide._matcher, i) for i, (guide, _) in enumerate(given) if guide not in refused]
-        self._engine.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
-        expected_ms = sum(guide.last_ms for guide, _ in given)
-        is_slow = 1e3 * (time.perf_counter() - begun) > FAST_MS + 2 * expected_ms
-        found = []
-        for mask, (guide, outputs) in zip(masks, given, strict=True):
-            guide._num_consumed = len(outputs)
-            guide.last_ms = FAST_MS if is_slow else guide.last_ms
-            found.append(guide._taken(mask, guide not in refused))
-        return found

@@ -13,7 +13,7 @@ import numpy as np
 from rayserve_moe.config.settings import StructuredSettings
 from rayserve_moe.constraints.compiler import ConstraintCompiler
 from rayserve_moe.constraints.matchers import Vocabulary
-from rayserve_moe.constraints.token_guide import EMPTY, MaskBatch, TokenGuide, id_bits
+from rayserve_moe.constraints.token_guide import EMPTY, id_bits
 from rayserve_moe.engine.extension import StepExtension
 from rayserve_moe.requests.columns import OUTPUT_COLUMNS
 from rayserve_moe.requests.finish_reason import FinishReason
@@ -186,7 +186,6 @@ class DeferredSampling(StepExtension):
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
-        self._batch = MaskBatch()
         self._seconds = 0.0
 
     def plan(self, schedule: Schedule, before: Schedule | None) -> Schedule:
@@ -194,7 +193,7 @@ class DeferredSampling(StepExtension):
         if before is None or not before.plan.holds_samples:
             return schedule
         started = time.perf_counter()
-        masks, endings = sample_masks(self._table, before, batch=self._batch)
+        masks, endings = sample_masks(self._table, before)
         self._seconds += time.perf_counter() - started
         return replace(schedule, plan=replace(schedule.plan, masks=masks), endings=tuple(endings))
 
@@ -203,26 +202,26 @@ class DeferredSampling(StepExtension):
         return {"mask_s": self._seconds}
 
 
-def sample_masks(
-    table: RowTable, schedule: Schedule, *, batch: MaskBatch | None = None
-) -> tuple[SampleMasks, list[Ending]]:
+def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list[Ending]]:
     """Return masks and requested evidence for the deferred samples of a step, and sequences that cannot continue.
 
     All tokens before the step must have been committed. Samples of rows whose owner has changed are not restricted.
-    Fast guides run first, so that only slow guides exceed the budget; with a `batch`, those of grammars together.
+    Fast guides run first, so that only slow guides exceed the budget.
     """
-    samples, bits, endings = [], [], []
+    samples, bits, endings, spent_ms = [], [], [], 0.0
     guided, requesting, processing = [], [], []
     for sample, sequence in _held(table, schedule):
         rules = sequence.rules
         if (guide := rules.guide) is not None:
-            outputs = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_tokens]
-            guided.append((sample, sequence, guide, outputs))
+            guided.append((sample, sequence, guide))
         if rules.requested is not None:
             requesting.append((sample, rules.requested))
         if rules.processed is not None:
             processing.append((sample, _processed(sequence, rules.processed)))
-    for sample, sequence, mask in _masks_of(guided, batch):
+    for sample, sequence, guide in sorted(guided, key=lambda each: each[2].last_ms):
+        outputs = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_tokens]
+        mask = guide.next_mask(outputs) if spent_ms < BUDGET_MS else OVER_BUDGET
+        spent_ms += guide.last_ms
         if isinstance(mask, FinishReason):
             endings.append((sequence, mask))
         else:
@@ -237,25 +236,6 @@ def sample_masks(
         of_samples, given = zip(*processing, strict=True)
         masks = replace(masks, processing=np.asarray(of_samples, np.intp), processed=np.stack(given))
     return masks, endings
-
-
-def _masks_of(
-    guided: list[tuple[int, Sequence, Guide, np.ndarray]], batch: MaskBatch | None
-) -> Iterator[tuple[int, Sequence, np.ndarray | FinishReason]]:
-    """Yield samples and sequences with the mask after their outputs, or the reason why they end."""
-    joining, alone, spent_ms = [], [], 0.0
-    for each in guided:
-        joins = batch is not None and isinstance(each[2], TokenGuide) and each[2].joins(each[3])
-        (joining if joins else alone).append(each)
-    if batch is not None and len(joining) > 1 and sum(each[2].last_ms for each in joining) < BUDGET_MS:
-        spent_ms = sum(each[2].last_ms for each in joining)
-        masks = batch.next_masks([(guide, outputs) for _, _, guide, outputs in joining])
-        yield from ((sample, sequence, mask) for (sample, sequence, *_), mask in zip(joining, masks, strict=True))
-    else:
-        alone = guided
-    for sample, sequence, guide, outputs in sorted(alone, key=lambda each: each[2].last_ms):
-        yield sample, sequence, guide.next_mask(outputs) if spent_ms < BUDGET_MS else OVER_BUDGET
-        spent_ms += guide.last_ms
 
 
 def _processed(sequence: Sequence, given: np.ndarray) -> np.ndarray:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import EOS_ID
-from rayserve_moe.constraints import token_guide
-from rayserve_moe.constraints.token_guide import AfterText, MaskBatch, TokenGuide
+from rayserve_moe.constraints.token_guide import AfterText
 from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import Constraint, SamplingParams
 from rayserve_moe.scheduling.sequence import Guide
@@ -130,49 +129,3 @@ def test_a_text_is_found_in_whatever_tokens_write_it(pieces: list[str], end: int
     one_by_one = AfterText(b"</think>", token_bytes)
     found = [one_by_one.find_end(ids[:count]) for count in range(1, (end or len(ids)) + 1)]
     assert found[-1] == end and not any(found[:-1])
-
-
-PATTERNS = ({"regex": "(ab?|b[ab]*)c{2}"}, {"regex": "a{3}"}, {"regex": "b*", "ignore_eos": True}, {"regex": "[a-d]+"})
-
-
-def joining(**given: object) -> TokenGuide:
-    """A guide whose mask was computed already, so that the next may join others."""
-    guide = guide_for(**given)  # type: ignore[arg-type]
-    assert isinstance(guide, TokenGuide)
-    guide.next_mask(ids_of(""))
-    return guide
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_masks_computed_together_are_those_computed_alone(seed: int) -> None:
-    """Token by token, also of answers that leave the grammar or are complete."""
-    generator, batch = np.random.default_rng(seed), MaskBatch()
-    given = [PATTERNS[i] for i in generator.integers(0, len(PATTERNS), 12)]
-    together, alone = ([joining(**each) for each in given] for _ in range(2))
-    answers = [generator.integers(A, A + 4, 6).astype(np.int32) for _ in given]
-    for num_outputs in range(1, 6):
-        outputs = [answer[:num_outputs] for answer in answers]
-        found = batch.next_masks(list(zip(together, outputs, strict=True)))
-        wanted = [guide.next_mask(ids) for guide, ids in zip(alone, outputs, strict=True)]
-        for one, other in zip(found, wanted, strict=True):
-            assert one == other if isinstance(other, FinishReason) else allowed(one) == allowed(other)
-
-
-def test_masks_that_took_long_together_are_computed_alone_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    guides = [joining(regex="a{5}") for _ in range(3)]
-    assert all(guide.joins(ids_of("a")) and not guide.joins(ids_of("aa")) for guide in guides)
-    monkeypatch.setattr(token_guide, "FAST_MS", -1e9)
-    MaskBatch().next_masks([(guide, ids_of("a")) for guide in guides])
-    monkeypatch.undo()
-    monkeypatch.setattr(token_guide, "FAST_MS", 1e9)
-    for guide in guides:
-        guide.last_ms = 1e9
-        assert not guide.joins(ids_of("aa"))
-        guide.next_mask(ids_of("aa"))
-        assert guide.joins(ids_of("aaa"))
-
-
-def test_a_guide_that_waits_for_a_text_joins_no_others() -> None:
-    guide = joining(regex="a")
-    guide._after = AfterText(b"b", vocabulary().token_bytes)
-    assert not guide.joins(ids_of("a"))
