@@ -68,9 +68,14 @@ def test_scores_are_log_probs_of_the_logits(engine: Engine, alone: Outcomes):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_scores_do_not_depend_on_scheduling(engine: Engine, alone: Outcomes, way: Way):
+    assert_all_same(scored_among_others(engine, alone, way), alone)
+
+
+def scored_among_others(engine: Engine, alone: Outcomes, way: Way) -> Outcomes:
+    """Return the outcomes of the same requests beside others."""
     requests = [*scoring_requests(), *mixed_workload()[:4]]
     outcomes = run_together(engine.runner, engine.card, requests, way=way)
-    assert_all_same({key: outcomes[key] for key in alone}, alone)
+    return {key: outcomes[key] for key in alone}
 
 
 def test_scores_do_not_depend_on_data_ranks(two_ranks: Engine, alone: Outcomes):

@@ -7,14 +7,18 @@ import pytest
 from rayserve_moe import Engine
 from tests.pipelines import test_prompt_scores as scores
 from tests.support.engine.engine_store import EngineStore
-from tests.support.engine.outputs import Outcomes
+from tests.support.engine.outputs import Outcomes, assert_all_same
 from tests.support.engine.run_requests import Way, preempt_every
-from tests.support.models.families import FAMILY_CASES
+from tests.support.models.families import FAMILY_CASES, FamilyCase
 from tests.support.speculation.random_requests import SPECULATES, check_mix
 
 RECURRENT = (
     *("qwen3_next-0", "qwen3_5_moe_text-0", "kimi_linear-0", "bailing_hybrid-0", "nemotron_h-0", "granitemoehybrid-0"),
 )
+NEAR_TIES = {"kimi_linear-0": (("scored 2", 0), 89, 0)}
+"""Choice, position and MoE layer where two experts may come in either order: on processors with AVX2 alone their scores
+with biases tie, and cut prompts round otherwise.
+"""
 CASES = [pytest.param(case, id=case.name) for case in FAMILY_CASES if case.name in RECURRENT]
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("case", CASES, indirect=True, scope="session")]
 
@@ -29,8 +33,14 @@ test_cached_prefix = scores.test_a_cached_prefix_is_used_up_to_where_scores_begi
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_scores(engine: Engine, alone: Outcomes, way: Way):
-    scores.test_scores_do_not_depend_on_scheduling(engine, alone, way)
+def test_scores(engine: Engine, alone: Outcomes, way: Way, case: FamilyCase):
+    found = scores.scored_among_others(engine, alone, way)
+    if case.name in NEAR_TIES:
+        choice, position, layer = NEAR_TIES[case.name]
+        row, expected_row = found[choice].rows[position, layer], alone[choice].rows[position, layer]
+        assert sorted(row) == sorted(expected_row)
+        row[:] = expected_row
+    assert_all_same(found, alone)
 
 
 @pytest.mark.parametrize("seed", range(3))
