@@ -98,7 +98,7 @@ def fastest(call: Callable[[jax.Array], jax.Array], argument: jax.Array) -> floa
 
 
 def expected_of(record: Record) -> Any:
-    """Wait for the answers of the CPU."""
+    """Wait for the reference answers of the CPU process."""
     while not record.reference.exists():
         if record.left_s < 0:
             raise TimeoutError("the CPU has not computed its answers in time")

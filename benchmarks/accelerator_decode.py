@@ -21,7 +21,7 @@ from rayserve_moe.requests.records import GenerationRequest, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
 
 SIDES = {"off": ("off", False), "unasked": ("on", False), "returned": ("on", True)}
-"""The engine of a side, and whether its requests ask for their routing."""
+"""The engine of a side, and whether its requests ask for routed experts."""
 HOST_PARTS = ("schedule_s", "pack_s", "transport_s", "device_s", "commit_s")
 FIRST_ID, CONTEXT, NEW_TOKENS = 3, 1000, 64
 MEASURED_READ = 0.9
@@ -30,7 +30,7 @@ PREFILL_SEQUENCES = 16
 
 
 class Saying(Protocol):
-    """`accelerator.Record`."""
+    """Writes one result line (`accelerator.Record`)."""
 
     is_small: bool
     peak_flops: float
@@ -42,7 +42,7 @@ class Saying(Protocol):
 
 
 class Together:
-    """Requests that run at once: totals from the last one's first token to the first one's end, and all results."""
+    """Results of concurrent requests, with totals over the time in which all of them decode."""
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._loop, self._count = engine.loop, count

@@ -23,7 +23,10 @@ from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.model.model_config import ModelConfig
 
 DEVIATION, PARTS_ABOVE = 0.02, 10**8
-"""Of weights; arrays of more elements are made in parts, so that random bits take no second array of their size."""
+"""Standard deviation of the random weights; number of elements above which an array is made in parts.
+
+The random bits of a whole array would take as much memory again.
+"""
 
 
 def shape_of(*, is_small: bool, num_layers: int = 48) -> dict[str, Any]:
@@ -134,7 +137,7 @@ def token_flops(config: dict[str, Any]) -> float:
 
 
 def experts_expected(config: dict[str, Any], sequences: int) -> float:
-    """Return the experts of a layer that so many tokens touch under even routing."""
+    """Return the expected number of a layer's experts that `sequences` tokens are routed to, if routing is even."""
     num_experts = config["num_experts"]
     return num_experts * (1 - (1 - config["num_experts_per_tok"] / num_experts) ** sequences)
 

@@ -54,7 +54,7 @@ CARDS: dict[str, tuple[str, ...]] = {
     f"qwen3-30b-a3b@{card}": ("--programs", DECODE, "--context", "1280", "--return-routed-experts")
     for card in ("h100:2", "h200:1", "h200:2")
 }
-"""Options by model and GPUs. They need the extra `gpu-compiler`, and run with `--only`."""
+"""Options of `compile-check` by model and GPUs. They need the extra `gpu-compiler`, and run with `--only`."""
 
 JOBS = 2
 """Programs that compile at a time if only a few layers are compiled. Whole models compile alone, as they are timed."""

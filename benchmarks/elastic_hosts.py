@@ -110,7 +110,7 @@ class NodeExperts:
         self._held: dict[str, np.ndarray] = {}
 
     def load(self, placement: ExpertPlacement, nodes: list[str]) -> int:
-        """Record that hosts on these nodes, one for each rank, load their slots; return how many are new to theirs."""
+        """Record the experts that each rank's host loads; return the number of experts that are new to their node."""
         slots = placement.expert_of_slot.reshape(placement.num_layers, placement.ep_size, -1).swapaxes(0, 1)
         layers, num_new = np.arange(placement.num_layers)[:, None], 0
         for node, experts in zip(nodes, slots, strict=True):

@@ -187,7 +187,7 @@ def _growth(resident: list[tuple[float, dict[str, int]]], part: str) -> dict[str
 
 @contextmanager
 def other_cores(is_wanted: bool) -> Iterator[None]:
-    """Start processes inside on all cores but the last, if wanted; the last is this process's from then on."""
+    """Within the context, start processes on all cores but the last, and keep this process on the last one."""
     cores = sorted(os.sched_getaffinity(0))
     if is_wanted:
         os.sched_setaffinity(0, cores[:-1])

@@ -44,7 +44,7 @@ def _row(programs: Sequence[Program]) -> list[object]:
 
 
 def _processor_seconds(compiled: Sequence[Program]) -> str:
-    """Return the seconds of processors, which other work on the machine does not change; empty in older results."""
+    """Return the CPU seconds of a compilation, which hardly depend on load; empty in older results."""
     if not all("compile_cpu_s" in found for found in compiled):
         return ""
     return f"{sum(found['compile_cpu_s'] for found in compiled):,.0f}"

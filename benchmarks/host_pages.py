@@ -27,7 +27,7 @@ COPY_RATES = (10e9,)
 """Bytes per second between a chip and host memory. The link of a v6e is PCIe Gen5 (same page): 31.5e9 by 8 lanes, which
 is more than a thread copies."""
 UNTIL_S = 300.0
-"""Simulated seconds: with ten times the pool sessions take much longer than a test of them may."""
+"""Maximum simulated seconds: at ten times the pool, sessions would otherwise take too long to simulate."""
 RATIOS = {0.5: (9, 4), 1.1: (20, 4), 3.3: (62, 4), 10.0: (62, 12)}
 """Number of sessions, and the divisor of the pages, by the ratio of the sessions' tokens to the pool."""
 

@@ -1,4 +1,4 @@
-"""What llama.cpp calls the tensors of a checkpoint, and how it holds them; numpy alone."""
+"""Names and layouts of a checkpoint's tensors in GGUF files of llama.cpp. Needs numpy alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What llama.cpp calls the sizes of a checkpoint."""
+"""Metadata of GGUF files of llama.cpp: the sizes in a checkpoint's config under their GGUF keys."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ OTHER_KEYS = {
     "rms_norm_eps": ("layernorm_epsilon", "layer_norm_epsilon"),
     "num_experts_per_tok": ("top_k_experts",),
 }
-"""Keys that families have in place of others."""
+"""Config keys that some families use under another name."""
 NO_ROTATION = {"rope_theta": 10000.0}
-"""The file of a model without rotation has a base, which is not used."""
+"""Rotation base that a GGUF file must name even for a model without rotation."""
 
 
 def sizes_of(config: dict[str, Any]) -> dict[str, int | float | bool | str | list[int]]:

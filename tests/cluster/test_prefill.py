@@ -71,7 +71,7 @@ def test_a_killed_replica_of_either_role_costs_no_request(server: ServeProcess):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_hosts", [1, 2])
 def test_pages_pass_from_the_hosts_of_a_group_to_those_of_another(raylets: int, checkpoint: Path, num_hosts: int):
-    """Also while the hosts that compute the prompt are killed: they are replaced, or the prompt is computed here."""
+    """A killed prefill host is replaced, or the prompt is computed where it is answered."""
     values = {**SETTINGS, "model_path": str(checkpoint), "host_cache_mib": 32, "num_hosts": num_hosts}
     settings = settings_from({**values, "cpus_per_host": 0.25})
     requests = [request_for(LONG, f"{number}", max_new_tokens=8, temperature=0.0) for number in range(3)]

@@ -43,7 +43,7 @@ def memory_bundles(chip: str) -> float:
 
 
 def kinds_of(chip: str) -> list[str]:
-    """All kinds of a chip."""
+    """Kinds of expert products that a chip supports."""
     narrow = [f"{kind}, {NARROW_ROWS}" for kind in KINDS if kind.startswith("fp8")]
     return [*KINDS, *(narrow if chip in MULTIPLY_E4M3 else [])]
 

@@ -29,7 +29,7 @@ def test_8_bits_wait_for_memory_on_v6e_in_blocks_too(kind):
 
 @pytest.mark.parametrize("chip", MULTIPLY_E4M3)
 def test_rows_in_8_bits_too_take_less_code_than_the_bytes_of_an_expert(chip):
-    """In blocks it is their scales alone that keep the core from waiting for memory with wider rows."""
+    """With scales by block, rows in bfloat16 keep the core busier than memory; rows in e4m3 do not."""
     known, narrow = BASELINE.committed()[chip], [kind for kind in kinds_of(chip) if kind.endswith(NARROW_ROWS)]
     assert set(known) == set(kinds_of(chip)) and len(narrow) == 2
     for kind in narrow:

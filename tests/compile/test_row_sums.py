@@ -69,7 +69,7 @@ BY_SIZE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model", BY_SIZE)
 def test_sums_of_tpus_that_depend_on_the_size_of_a_step_are_named(model):
-    """These are why TPUs compute other kernels with `invariant_products`."""
+    """TPUs compute these sums by other kernels with `invariant_products`."""
     served = lay_out(case_of_model(model, "v6e:2x4", num_layers=2, values={"max_model_len": 4096}))
     steps = [one for one in programs_of(served, num_pages=64) if one.name in ("decode_16", "prefill_1024")]
     sums = {step.name: traced_sums(step, served.config.plan) for step in steps}

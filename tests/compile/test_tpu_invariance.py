@@ -111,7 +111,7 @@ def test_compiled_steps_add_up_rows_in_one_order(model: str):
 
 @pytest.mark.slow
 def test_a_head_that_the_compiler_turns_around_is_found(monkeypatch: pytest.MonkeyPatch):
-    """In a decode step of one sequence the head has other operands than in a step of 256."""
+    """The compiler swaps the head's operands in a decode step of one sequence, not in a step of 256."""
     monkeypatch.setattr(native_kernels, "TPU_INVARIANT", replace(TPU_INVARIANT, head=TPU.head))
     found = differences(served_on(MODEL, max_running_requests=32, precompile_bs_paddings=[4, 32]))
     assert any("head_logits" in each.line for each in found)

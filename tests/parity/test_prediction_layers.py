@@ -30,7 +30,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.parity
 
 CASES = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0", "nemotron_h-0", "nemotron_h-1")
-"""The last layer of the second is recurrent; experts of the last one live in a latent space."""
+"""The second checkpoint ends with a recurrent layer; the last one has latent experts."""
 MAX_DIFFERENCE = 2 * comparison.MAX_RECURRENT_DIFFERENCE
 """Bound relative to the largest feature or logit.
 

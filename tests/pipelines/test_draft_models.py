@@ -133,7 +133,7 @@ def test_features_logits_and_drafts_are_those_of_the_files(drafting_engine, kind
 
 
 class Resting(PreparedExecutor):
-    """Asks for drafts after every third step alone, and notes the shapes of decode steps."""
+    """Request drafts after every third step only, and record the shapes of decode steps."""
 
     def __init__(self, runner: HostRunner) -> None:
         super().__init__(runner, NUM_PAGES)

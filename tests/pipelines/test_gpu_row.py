@@ -38,7 +38,7 @@ def row(checkpoint: Path) -> Iterator[HostRunner]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> Outcomes:
-    """What the reference computes."""
+    """Outcomes of the workload over the reference kernels."""
     runner = prepared_runner(checkpoint, **SETTINGS)
     return run_together(runner, card_of(checkpoint), mixed_workload(), way=WAY)
 

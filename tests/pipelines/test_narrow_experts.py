@@ -164,7 +164,7 @@ def test_scales_move_with_their_slots_and_no_answer_changes(
 @FLOAT32
 @pytest.mark.slow
 def test_rows_in_8_bits_are_a_rounded_model_that_does_not_depend_on_the_batch(core_checkpoint, tmp_path):
-    """For scales of columns and of blocks; answers move by less than two nats a token, and they do move."""
+    """Scales by column and by block move log-probs, by less than two nats a token."""
     for path in (core_checkpoint, stored_in_blocks(core_checkpoint, tmp_path / "blocks")):
         plain, rounded = (
             runner_with(path, expert_dtype="fp8", expert_products=products) for products in ("auto", "fp8")

@@ -92,13 +92,13 @@ def prompt_of(seed: int, length: int = PROMPT) -> list[int]:
 
 
 def bits(answer: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what has to be the same: ids, log-probs and rows."""
+    """Return ids, log-probs and rows, which must be equal."""
     meta = answer["meta_info"]
     return answer["output_ids"], meta["output_token_logprobs"], meta["routed_experts"]
 
 
 def kept_of(pair: Pair) -> int:
-    """Return the tokens after which every kind of state can be found again."""
+    """Return the number of tokens after which every state kind has a cached page."""
     (rank,) = pair.decodes.loop._cycle.scheduler.ranks
     return max(rank.entry_tokens, PAGE)
 
@@ -313,7 +313,7 @@ def pages_of(engine: Engine, prompt: list[int]) -> list[np.ndarray]:
 
 
 def check_pages_arrive(pair: Pair, *, num_arrays: int) -> None:
-    """Check that the devices that decode have the bytes that those that prefill have."""
+    """Check that both engines hold the same bytes of a prompt's pages."""
     pair.begin()
     prompt = prompt_of(11)
     pair.run(prompt)

@@ -1,4 +1,4 @@
-"""Pages in host memory of the hosts of a group, read for other groups and written from theirs.
+"""Read pages from the host memory of a group's hosts, and write pages that another group has read.
 
 Shares pass from worker to worker through Ray's object store; the replicas hold references alone.
 """
@@ -17,7 +17,7 @@ from rayserve_moe.execution.page_store import PageStore
 from rayserve_moe.scheduling.host_slots import PageSlots
 
 COPY_PAGES = "copy_pages"
-"""Name of the call of a worker."""
+"""Name of the worker's method that copies pages."""
 TRANSFER_S = 60.0
 """Maximum time of a read or a write."""
 

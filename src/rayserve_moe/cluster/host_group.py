@@ -75,7 +75,7 @@ class GroupWeights:
     placement: ExpertPlacement | None = None
     """Expert placement of the offered shares."""
     first: ExpertPlacement | None = None
-    """Placement of the experts that hosts read, except from their own shares; None for their own order."""
+    """Placement of the experts that hosts load; None for the order of expert ids. A host's own share keeps its own."""
 
     @property
     def is_there(self) -> bool:

@@ -262,7 +262,7 @@ def reserve_slice(
 
 
 def gpus_of_node(nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of GPUs of the node that has most. Raises SettingsError if no live node has one."""
+    """Return the largest number of GPUs on a node. Raises SettingsError if no live node has one."""
     counts = [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
     if not any(counts):
         raise SettingsError(f"platform gpu: Ray finds no GPU on any of {len(counts)} nodes")

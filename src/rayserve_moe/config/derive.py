@@ -168,7 +168,7 @@ def max_num_replicas(replicas: ReplicaSettings) -> int:
 
 
 def check_roles(settings: Settings) -> None:
-    """Raise SettingsError if replicas that compute prompts have nothing to send pages by, or no one to send them to."""
+    """Raise SettingsError if there are prefill replicas without `host_cache_mib`, or without a replica that decodes."""
     number, replicas = settings.replicas.num_prefill, settings.replicas
     if not number:
         return

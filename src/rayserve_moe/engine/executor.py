@@ -41,7 +41,7 @@ class GroupLayout:
     num_slices: int = 1
     num_missing_hosts: int = 0
     placement: ExpertPlacement | None = None
-    """Placement of experts that these hosts begin with; None for their own order."""
+    """Initial placement of experts on these hosts; None for the order of expert ids."""
 
 
 class TensorReceiver(Protocol):

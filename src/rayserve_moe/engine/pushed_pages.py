@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 VERSION, NAMESPACE, RANGE, LOST, FULL, NOT_KEPT, BUSY, LATE, STOPPED = (
     *("weight_version", "namespace", "range", "lost", "full", "not_kept", "busy", "late", "stopped"),
 )
-"""Reasons why pages are not used, beside the faults of `execution.page_store`."""
+"""Reasons for dropping pages, in addition to the faults of `execution.page_store`."""
 
 
 class PushRefusedError(RuntimeError):
@@ -63,9 +63,9 @@ class PushedPage(NamedTuple):
     """Record of a pushed page."""
 
     are_held: tuple[bool, ...]
-    """True for each state whose data is pushed."""
+    """For each state, True if its data is pushed."""
     has_entry: bool
-    """True if it has rows in the arrays of entries."""
+    """True if the arrays of entries have rows of this page."""
     rows: Any
     """Routing rows, without their version; None on a server that captures none."""
 
@@ -130,7 +130,7 @@ class PagePushes:
         self._source: PromptSource | None = None
         self._min_tokens = 0
         self.held: dict[Sequence, list[Sequence]] = {}
-        """Choices whose pages are on their way, by their first."""
+        """Choices of held requests, keyed by the first choice."""
         self._threads = ThreadPoolExecutor(2, "pushed-pages")
         self.refused: Counter[str] = Counter()
         """Pushes that were not used, or not in full, by reason."""
@@ -242,7 +242,7 @@ class PagePushes:
         self._threads.submit(self._write, lent, place, outcome.shares)
 
     def _fault(self, asked: PromptRequest, push: Push) -> str:
-        """Return why a push is of no use, or empty."""
+        """Return the reason why no page of a push can be used; empty if some can."""
         if push.namespace != asked.namespace:
             return NAMESPACE
         if not push.weight_version == asked.weight_version == self._version():
@@ -269,7 +269,7 @@ class PagePushes:
         self._end(lent.choices, next(filter(None, faults), ""))
 
     def _end(self, choices: list[Sequence], reason: str) -> None:
-        """Queue a request whose push has ended, for a reason if its pages are not used."""
+        """Queue a request after its push. `reason` says why its pages are not used; empty if they are."""
         if reason:
             self._refuse(reason)
         del self.held[choices[0]]

@@ -70,7 +70,7 @@ class FleetMember:
     num_prefill: int = 0
     """Number of replicas that compute prompts for the others."""
     is_prefill: bool = False
-    """True if this replica does; decided when it joins."""
+    """True if this replica computes prompts for others; decided when it joins."""
     on_listed: Callable[[Mapping[str, str]], object] | None = None
     """Called every second with the replicas that Serve lists."""
     _outcome: WeightOutcome | None = None

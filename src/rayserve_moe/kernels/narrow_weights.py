@@ -24,11 +24,11 @@ NARROW = ("int8", "float8_e4m3fn")
 """Dtypes of matrices with scales."""
 _SUBLANES = 8
 FIRST_WITH_E4M3 = 7
-"""The generation of TPUs from which on they convert and multiply e4m3."""
+"""First generation of TPUs that converts and multiplies e4m3."""
 E4M3_MAX = 448.0
 """Largest number of e4m3."""
 _MIN_SCALED = 2.0**-100
-"""Rows with a smaller maximum are scaled as if they had it: the scale of a row of zeros is a normal number."""
+"""Minimum of a row's largest magnitude for its scale, so that the scale of a row of zeros is a normal number."""
 
 
 def scale_rows(num_rows: int) -> int:

@@ -62,7 +62,7 @@ _DECLARED = (
     _counter("host_pages_without_rows", "evicted KV pages not copied, because some routing rows were not known"),
     _counter("pushed_pages_sent", "KV pages of prompts read for other replicas"),
     _counter("pushed_pages_received", "KV pages of prompts that another replica has computed"),
-    _counter("pushes_refused", "prompts of which pages from another replica were not used, or not all"),
+    _counter("pushes_refused", "prompts for which some or all pages pushed by another replica were dropped"),
     _counter("preemptions", "preemptions of running choices"),
     _counter("steps", "steps computed"),
     _counter("tokens_computed", "tokens computed, including prompts, without cached tokens"),

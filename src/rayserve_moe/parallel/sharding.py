@@ -47,7 +47,7 @@ class ParallelPlan:
     num_slices: int = 1
     """The data ranks are divided over the slices in order, equally many on each; tensor groups stay within a slice."""
     adds_in_order: bool = False
-    """True if the partial sums of devices are added up in their order: that of a collective depends on its size."""
+    """Add the partial sums of devices in the order of their ranks. A collective's order depends on the array's size."""
 
     @property
     def tensor_size(self) -> int:

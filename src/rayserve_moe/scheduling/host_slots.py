@@ -22,14 +22,14 @@ class HostedPage:
     entry_slot: int
     """Slot of its entries; NO_SLOT for none."""
     are_held: tuple[bool, ...]
-    """True for each state whose data is in host memory."""
+    """For each state, True if its data is in host memory."""
     rows: Any
     """Routing rows (`PageRows`); None on a server that captures none."""
     is_transferred: bool = False
     """True if another replica has computed it."""
 
     def covers(self, are_held: tuple[bool, ...]) -> bool:
-        """Return True if it has the data of each state with True."""
+        """Return True if the page holds every state that is True in `are_held`."""
         return all(has or not wanted for has, wanted in zip(self.are_held, are_held, strict=True))
 
 
@@ -69,9 +69,9 @@ class HostSlots:
         self._free_entries = list(range(sizes.num_entries))[::-1]
 
     def lend(self, are_held: tuple[bool, ...], *, rows: Any) -> HostedPage | None:
-        """Return a record in a free slot, or in that of the least recently used page; None if that page is busy.
+        """Return a record with a free slot; evict the least recently used page if no slot is free.
 
-        Without a slot for entries it holds none.
+        Return None if that page is busy. The record has no entry if no slot for entries is free.
         """
         if not self._free:
             oldest = next(iter(self.pages), None)

@@ -13,7 +13,7 @@ Spoil = Callable[[Push], Outcome]
 
 
 class Neighbour:
-    """Pushes of another engine in this process; `spoil` changes them on their way."""
+    """Push pages of another engine in this process; `spoil` changes a push on its way."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop, self.requests = loop, list[PromptRequest]()

@@ -13,12 +13,12 @@ from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.table import CPU, KERNELS, LATENT_ATTENTION, SPARSE_ATTENTION
 
 INTERPRETED: Kernels = replace(gpu_kernels(CPU, interpret=True), name="cpu")
-"""The row under the name of the platform that computes it here."""
+"""The GPU row under the name of the CPU platform."""
 
 
 @contextmanager
 def gpu_row_instead() -> Iterator[None]:
-    """Have models that are laid out meanwhile compute by the row of GPUs."""
+    """Within the context, lay out models with the GPU row."""
     latents = (Candidate("triton", gpu_latents(interpret=True)),)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(KERNELS, cpu=INTERPRETED))

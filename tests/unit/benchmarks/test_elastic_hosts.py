@@ -51,14 +51,14 @@ def test_the_pause_is_without_the_wait_for_the_host() -> None:
 
 
 def planned(loads: np.ndarray, before: ExpertPlacement) -> ExpertPlacement:
-    """The plan from loads for the same ranks."""
+    """Return the placement that the planner makes from loads alone."""
     return replan(loads, before, tolerance=max(TOLERANCE, chance(loads, ep_size=before.ep_size)))
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_changes_of_size_move_little_more_than_they_must(seed: int, num_ranks: int) -> None:
-    """A random host goes and another comes, twice; plans from new counts follow each change."""
+    """Lose a random host and add another, twice, with a plan from new counts after each change."""
     generator, held, nodes = np.random.default_rng(seed), NodeExperts(), list(range(num_ranks))
     chances = np.exp(0.5 * generator.normal(size=(2, 32)))
     chances /= chances.sum(axis=1, keepdims=True)

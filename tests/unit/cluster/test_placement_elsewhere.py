@@ -27,7 +27,7 @@ from tests.unit.execution.test_remote_weights import described
 def test_hosts_of_another_number_have_the_ranks_of_their_nodes(
     core_checkpoint: Path, nodes: list[str], former_ranks: list[int | None], num_redundant: int
 ) -> None:
-    """Two ranks on each host; a second host of a node had none."""
+    """Each host has two ranks; the second host of a node had none before."""
     runner, _ = described(str(core_checkpoint))
     executor = GroupExecutor(runner, parallel=ParallelSettings(), cluster=ClusterSettings())
     asked = []

@@ -156,7 +156,7 @@ def test_plans_for_ranks_that_are_gone_are_dropped(was_wanted: bool) -> None:
 
 
 def num_taken(placement: ExpertPlacement, former_ranks: list[int | None]) -> int:
-    """Return the slots whose expert their rank, which was another of START, did not have."""
+    """Return the slots whose expert was not on their rank at START."""
     had, has = (each.expert_of_slot.reshape(each.num_layers, each.ep_size, -1) for each in (START, placement))
     return sum(
         expert not in (() if former is None else had[layer, former])

@@ -72,7 +72,7 @@ def test_what_a_group_of_another_size_has_read_is_what_a_checkpoint_holds(
 
 
 def slot_paths(runner: HostRunner) -> set[tuple[str, ...]]:
-    """Paths of the parameters of experts."""
+    """Return the paths of expert parameters."""
     tree = parameter_tree(runner.config, dtype=runner.served.dtype)
     return {path for path, spec in walk(tree) if spec.num_experts}
 

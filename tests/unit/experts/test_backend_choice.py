@@ -81,7 +81,7 @@ def test_over_slices_the_way_that_sends_less_between_them_is_taken():
 
 
 def test_collectives_add_up_nothing_if_devices_are_added_in_order():
-    """Few tokens, few ranks and CPUs would be gathered otherwise."""
+    """Without the setting, few tokens, few ranks and CPUs take the gathered backend."""
     for plan, tokens in ((FakePlan(8, 1, adds_in_order=True), 1), (FakePlan(2, 1, adds_in_order=True), 16)):
         assert backend_on(plan, tokens) == "all_to_all"
     assert backend_on(replace(plan_of(4, 1), adds_in_order=True), 256) == "all_to_all"

@@ -18,7 +18,7 @@ from rayserve_moe.kernels.reference import attention as reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, ScoreConfig
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float8_e4m3fn": 2e-2}
-"""Of values with a deviation of 1. Weights of values are rounded to bfloat16 there, 8 bits; the reference keeps 24."""
+"""Tolerance for values with a deviation of 1. The kernel rounds softmax weights to bfloat16; the reference does not."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ QUICK = ("single tokens of ragged lengths", "sinks and a window over blocks", "l
 
 @pytest.fixture(autouse=True)
 def _few_shares(monkeypatch):
-    """Programs of shares are interpreted one by one."""
+    """The interpreter runs the programs of shares one after the other."""
     monkeypatch.setattr(paged_attention, "MAX_PROGRAMS", 64)
 
 

@@ -32,7 +32,7 @@ SLOTS_OF_TOKENS = {
     "all elsewhere": np.full((5, 2), SLOTS),
 }
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
-"""Of results with a deviation of about 1; bfloat16 rounds the inner rows, of up to 8, to 8 bits."""
+"""Tolerance for results with a deviation of about 1; bfloat16 rounds inner rows of up to 8 to 8 bits."""
 
 
 def experts_of(dtype: str, *, mean_rows: float = 8.0, has_bias: bool = False) -> LayerExperts:
@@ -48,7 +48,7 @@ def experts_of(dtype: str, *, mean_rows: float = 8.0, has_bias: bool = False) ->
 
 
 def largest_difference(slots: np.ndarray, experts: LayerExperts, *, expected: LayerExperts | None = None) -> float:
-    """From the product in blocks, of the rows that are here."""
+    """Return the largest difference from the product in blocks, over local rows."""
     dtype = experts.weights.up_XDF.dtype
     dtype = jnp.float32 if dtype.itemsize == 1 else dtype
     hidden = jnp.asarray(np.random.default_rng(slots.size).standard_normal((len(slots), WIDTH)), dtype)

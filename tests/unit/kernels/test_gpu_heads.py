@@ -56,7 +56,7 @@ def test_products_that_are_copied_say_why():
 
 
 class Heads:
-    """A layer's heads, and what they come to by the kernel and by the reference."""
+    """Inputs of a layer's heads, with the results of the kernel and of the reference."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Heads:
         self.slots = jnp.asarray(np.random.default_rng(4).permutation(24)[:tokens], jnp.int32)
 
     def difference(self) -> float:
-        """Of queries, and of the pool, whose other rows stay as they are; in units of the largest number."""
+        """Return the largest relative error of queries and of the pool; other rows of the pool must be unchanged."""
         of_layer = {name: stack[LAYER] for name, stack in self.stacks.items()}
         knobs = {"rotation": self.rotation, "config": self.config}
         assert fused_heads.unsupported_reason(self.hidden, of_layer, self.pool, **knobs) == ""
@@ -154,7 +154,7 @@ def test_heads_that_are_not_fused_say_why():
 
 
 def routed(num_experts: int, *, score: str, has_bias: bool, num_tokens: int = 7, top_k: int = 3) -> tuple[Any, Any]:
-    """Ids and weights by the kernel, and by scores that are sorted."""
+    """Return ids and weights by the kernel, and by sorting the scores."""
     hidden, matrix = drawn(num_tokens, WIDTH), drawn(LAYERS, WIDTH, num_experts, seed=5) / 16
     biases = [drawn(LAYERS, num_experts, seed=seed) / 8 if has_bias else None for seed in (6, 7)]
     router = StackedRouter(matrix, *biases, jnp.int32(LAYER))

@@ -20,7 +20,7 @@ from rayserve_moe.kernels.tpu.rotary_heads import project_rows_at_once
 WIDTH, HEADS, KV_HEADS, EXPERTS, WORDS = 256, 3, 2, 16, 640
 SIZES = (1, 7, 64, 100, TPU_ROWS_PER_BLOCK, 300, 1024)
 NUM_ROWS = 5
-"""The last rows of each step, which are compared."""
+"""Number of last rows of each step that are compared."""
 GENERATOR = np.random.default_rng(8)
 
 

@@ -53,7 +53,7 @@ def product_of(rows: np.ndarray, *, has_blocks: bool) -> np.ndarray:
 
 
 def excess(rows: np.ndarray, *, has_blocks: bool) -> float:
-    """The largest error of the product over its bound: NaN if a result is none, at most 1 if all are within it."""
+    """Return the largest error divided by its bound: at most 1 if all are within it, NaN if a result is NaN."""
     *_, numbers = matrix_of(has_blocks=has_blocks)
     scales = np.abs(rows).max(axis=1, keepdims=True) / 448
     off = np.maximum(NORMAL * np.abs(rows), SUBNORMAL * scales)
@@ -88,13 +88,13 @@ def scale_of_all_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def scale_too_small(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The maximum of a row is beyond the numbers of e4m3."""
+    """Planted fault: scale rows so that their maximum overflows e4m3."""
     _, scales = quantized_rows(rows)
     return (rows.astype(jnp.float32) / (scales * 0.9)).astype(jnp.float8_e4m3fn), scales * 0.9
 
 
 def scale_too_large(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Most numbers become subnormal."""
+    """Planted fault: scale rows so that most numbers become subnormal."""
     _, scales = quantized_rows(rows)
     return (rows.astype(jnp.float32) / (scales * 2.0**12)).astype(jnp.float8_e4m3fn), scales * 2.0**12
 

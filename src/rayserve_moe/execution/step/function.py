@@ -124,7 +124,7 @@ def run_step(  # noqa: PLR0913 (arguments of the program)
 
 
 def _keys_alone(state: DeviceState, after: DraftState) -> DraftState:
-    """Return a draft's state with new keys and values alone: XLA removes the rest of its layer, which has no reader."""
+    """Store the keys and values of a draft's layer. XLA removes the rest of the layer as unused."""
     return draft_of(state)._replace(pools=after.pools)
 
 

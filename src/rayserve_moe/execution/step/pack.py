@@ -296,7 +296,7 @@ def choose_shape(shapes: Sequence[StepShape], *, num_singles: int, num_blocks: i
 
 
 def _size(shape: StepShape) -> tuple[int, bool]:
-    """Return the key by which the smallest shape is chosen, of two with equal tokens the one without drafts."""
+    """Return the sort key of shapes: fewer tokens first, then shapes without drafts."""
     return shape.num_tokens, not shape.drafts_rest
 
 

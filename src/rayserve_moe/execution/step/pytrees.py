@@ -30,7 +30,7 @@ class StepShape:
     num_adapters: int = 0
     """Adapters of a step; 0: no token has one."""
     drafts_rest: bool = False
-    """True if no drafts follow such a step: of a draft model it only stores the keys."""
+    """True if no drafts follow the step. It then stores only keys and values of a draft model."""
 
     @property
     def num_tokens(self) -> int:

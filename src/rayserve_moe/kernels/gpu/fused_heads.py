@@ -1,6 +1,6 @@
 """Norm and rotation of heads, and the write to the pool, in one Triton kernel between products and attention.
 
-XLA makes about ten kernels of them in every layer, each of which takes longer to start than to compute.
+XLA compiles these operations to about ten kernels a layer, whose launches take longer than their work.
 """
 
 # T tokens   D model width   X query heads + KV heads   G KV heads   h head width   v value width   r rotated elements

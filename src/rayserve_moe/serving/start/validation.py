@@ -23,7 +23,7 @@ from rayserve_moe.serving.start.state import APPLICATION
 
 DEPLOYMENT = "moe-server"
 GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-"""Packages, of which jax needs one to compute on GPUs."""
+"""Plugins of jax for NVIDIA GPUs; one of them must be installed."""
 _TLS = "ssl_"
 """Prefix of the options of TLS."""
 LOOPBACK, HTTP_PORT = "127.0.0.1", 8000
