@@ -373,6 +373,7 @@ def test_routing_without_the_server_flag_names_the_flag(small_http, dialect, str
     assert "enable_return_routed_experts" in error["message"] and error["param"] == "return_routed_experts"
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_numbers_fail_one_request_in_every_dialect(small_http):
     """The good requests afterwards run through every page of the pool, those that held NaN among them."""
     good = {"prompt": [5, 6], "max_tokens": 120, "temperature": 0, "ignore_eos": True}

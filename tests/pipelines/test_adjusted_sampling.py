@@ -37,6 +37,7 @@ def logits_of(engine: Engine) -> Callable[[Sequence[int]], np.ndarray]:
     return prompt_logits_of(engine.runner, longest=112)
 
 
+@pytest.mark.slow
 def test_every_token_is_chosen_and_scored_by_definition(alone: Outcomes, logits_of):
     for request in adjusted_requests():
         for choice in range(request.sampling.n):

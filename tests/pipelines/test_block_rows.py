@@ -50,6 +50,7 @@ def test_rows_are_the_blocks_that_each_head_chooses(engine: Engine, answers: lis
     assert (last != np.arange(TOP_K)).any() and (last[0] != last[1]).any()
 
 
+@pytest.mark.slow
 def test_a_replay_has_the_log_probs_of_the_run_and_an_altered_choice_is_seen(engine: Engine, answers: list[dict]):
     """A token that sees its own block only, by one head, has another log-prob, and those before it do not."""
     free = replayed(engine, answers, [None] * 3)

@@ -144,6 +144,7 @@ class Resting(PreparedExecutor):
         return super().execute(replace(plan, wants_drafts=plan.wants_drafts and plan.step_id % 3 == 0))
 
 
+@pytest.mark.slow
 @pytest.mark.float32("drafts are held to numpy")
 @pytest.mark.parametrize("kind", SOME)
 def test_drafts_after_a_rest_are_those_of_the_files(drafting_engine, kind: str):

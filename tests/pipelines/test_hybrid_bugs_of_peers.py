@@ -326,6 +326,7 @@ def fill_with_nan(runner: HostRunner) -> None:
     runner._state = replace(runner.state, pools={**runner.state.pools, "delta": poisoned})
 
 
+@pytest.mark.slow
 def test_borders_of_chunks_do_not_show(runner: HostRunner, card: ModelCard):
     """vllm#43090, #39809, #57267: wrong or lost states. #34587: blocks were cached whose state a chunk had cut."""
     requests = prompts_of(5, 64, 65, 130, 200, seed=9)
@@ -375,6 +376,7 @@ def test_rows_of_prompts_are_those_of_the_model(runner: HostRunner, card: ModelC
     cycle.scheduler.flush()
 
 
+@pytest.mark.slow
 def test_company_does_not_show(runner: HostRunner, card: ModelCard):
     """vllm#42960, #48613 (attempts #45819, #49827, #55868): batch invariance ends at these layers.
 

@@ -82,6 +82,7 @@ def test_results_are_the_same_before_and_after_a_shape_is_there(monkeypatch, che
         assert runner.num_compilations_since_start == 0
 
 
+@pytest.mark.slow
 def test_a_shape_that_does_not_compile_is_replaced_by_a_larger_one(monkeypatch, checkpoint, caplog):
     def fail(*given: Any, **named: Any) -> Any:
         raise jax.errors.JaxRuntimeError("no such instruction")

@@ -97,6 +97,7 @@ def test_they_do_not_depend_on_scheduling(processing: Engine, alone: Outcomes, w
     assert_all_same(run_together(processing.runner, processing.card, [*asking(), *plain], way=way), expected)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_in_parts_is_processed_as_a_whole_one(two_ranks: Engine, alone: Outcomes):
     way = replace(ON_TWO_RANKS, constraints=compiler())
     assert_all_same(run_together(two_ranks.runner, two_ranks.card, asking(), way=way), alone)

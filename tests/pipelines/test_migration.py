@@ -183,6 +183,7 @@ def test_slots_hold_their_experts_after_any_sequence_of_placements(runs, seed):
     assert moving.runner.num_compilations_since_start == num_compilations, "other runners of this process aside"
 
 
+@pytest.mark.slow
 def test_programs_with_nothing_to_do_change_nothing(runs):
     """A start runs each of them that way."""
     runner = runs.prepared((2, 2), "fused", is_balanced=True)

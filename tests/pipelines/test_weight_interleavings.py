@@ -221,6 +221,7 @@ def test_experts_that_were_fetched_before_a_change_are_fetched_anew(engines, pat
         assert_slots_hold(runner, placement, paths[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_turns", [1, 2])
 def test_a_prompt_is_not_recomputed_under_two_weights(engines, reference, paths, num_turns):
     """The change comes when a preempted choice, which has outputs, has computed a part of its prompt once more."""

@@ -121,6 +121,7 @@ def test_every_log_prob_and_row_is_of_the_weights_that_the_answer_names(
     assert changing.runner.num_compilations_since_start == num_compilations
 
 
+@pytest.mark.slow
 def test_an_answer_that_spans_versions_names_each_of_them(
     changing: Engine, paths: list[Path], reference: VersionedReference
 ) -> None:

@@ -15,8 +15,9 @@ def mark_others_slow(items: Iterable[Any]) -> None:
     A variant has a place in each `parametrize`, among the values that are not slow already. So of one `parametrize` one
     in `every` values is left, and of several every value, with some of the others'. `items` are pytest's.
     """
+    values = _QuickValues()
     for item in items:
-        if (marker := item.get_closest_marker("sampled")) and _sum_of_places(item) % _every(item, marker):
+        if (marker := item.get_closest_marker("sampled")) and _sum_of_places(item, values) % _every(item, marker):
             item.add_marker(pytest.mark.slow)
 
 
@@ -26,18 +27,33 @@ def _every(item: Any, marker: pytest.Mark) -> int:
     return marker.args[0]
 
 
-def _sum_of_places(item: Any) -> int:
+class _QuickValues:
+    """The names and quick values of each `parametrize`, read once for all variants of its test."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[list[str], list[tuple[Any, ...]]]] = {}
+
+    def of(self, marker: pytest.Mark) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """Return the names that `marker` sets, and its sets of values that are not slow."""
+        if id(marker) not in self._of:
+            names, sets = marker.args
+            names = [names] if isinstance(names, str) else list(names)
+            given = [
+                one if hasattr(one, "marks") else pytest.param(*(one if len(names) > 1 else (one,))) for one in sets
+            ]
+            quick = [one.values for one in given if not any(mark.name == "slow" for mark in one.marks)]
+            self._of[id(marker)] = names, quick
+        return self._of[id(marker)]
+
+
+def _sum_of_places(item: Any, values: _QuickValues) -> int:
     markers = list(item.iter_markers("parametrize"))
     if not markers:
         raise pytest.UsageError(f"{item.nodeid}: a test without `parametrize` is not sampled")
-    return sum(_place(item.callspec.params, marker) for marker in markers)
+    return sum(_place(item.callspec.params, *values.of(marker)) for marker in markers)
 
 
-def _place(params: dict[str, Any], marker: pytest.Mark) -> int:
-    """The place of a variant among the values of one `parametrize` that are not slow; 0 for those that are."""
-    names, sets = marker.args
-    names = [names] if isinstance(names, str) else list(names)
-    given = [one if hasattr(one, "marks") else pytest.param(*(one if len(names) > 1 else (one,))) for one in sets]
-    quick = [one.values for one in given if not any(mark.name == "slow" for mark in one.marks)]
+def _place(params: dict[str, Any], names: list[str], quick: list[tuple[Any, ...]]) -> int:
+    """Return the place of a variant among the `quick` values of one `parametrize`, 0 if it is slow."""
     mine = [params[name] for name in names]
     return next((place for place, values in enumerate(quick) if all(map(operator.is_, values, mine))), 0)

@@ -20,6 +20,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_whole_rollout_has_the_log_probs_that_were_sampled_with(case, tmp_path: Path):
     checkpoint = write_family(case, tmp_path / case.name, seed=5)

@@ -51,6 +51,7 @@ def merged(adapter: int, case: MoeCase = CASE, *, pairs: list[list[np.ndarray]] 
     return case
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["replicated", "all_to_all", pytest.param("fused", marks=pytest.mark.slow)])
 def test_tokens_take_their_own_adapter_wherever_experts_lie(backend: str):
     """An exchange returns the same bits for every placement, and the base model's bits without an adapter."""
@@ -71,6 +72,7 @@ def test_tokens_take_their_own_adapter_wherever_experts_lie(backend: str):
             np.testing.assert_array_equal(other.out, results[0].out)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["replicated", "all_to_all"])
 def test_matrices_that_experts_share_are_multiplied_beside_the_exchange(backend: str):
     """Tokens carry the ranks of their adapter to the experts and back, and rows without one keep their bits."""

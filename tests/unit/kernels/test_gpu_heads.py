@@ -108,6 +108,7 @@ class Heads:
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "heads",
     [

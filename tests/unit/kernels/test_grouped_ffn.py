@@ -154,6 +154,7 @@ def test_each_row_has_its_own_adapter(slots):
     assert largest_difference(slots, replace(experts, adapters=adapters_of(experts, len(slots)))) < 2e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_have_the_bits_of_other_adapters_beside_them_and_of_none(dtype):
     experts, slots = experts_of(128, dtype), SLOTS_OF_TOKENS["any, and elsewhere"]

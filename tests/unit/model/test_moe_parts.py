@@ -116,6 +116,7 @@ def test_four_devices_compute_what_one_does(backend, shared):
     np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5 * np.abs(alone).max())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change",
     [

@@ -54,6 +54,7 @@ def test_logits_are_capped_after_their_divisor(runner):
     assert np.abs(capped).max() < 0.97 * cap
 
 
+@pytest.mark.slow
 def test_a_multiplier_is_rounded_to_the_dtype_of_the_embedding_if_the_model_rounds_it():
     """sqrt(2816) = 53.07 is 53 in bfloat16, where 265 and 265.3 lie on either side of a border between two numbers."""
     spec = spec_from_hf(CORE_CONFIG.hf_config("bfloat16"))

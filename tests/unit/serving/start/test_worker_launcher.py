@@ -97,6 +97,7 @@ def test_without_a_fork_server_the_worker_is_started_as_ray_does(tmp_path: Path)
     assert json.loads(done.stdout) == ["--node-id=1"]
 
 
+@pytest.mark.slow
 def test_forks_draw_random_ids_of_their_own() -> None:
     """Placement groups and tasks have random ids: two workers that share a state would share them."""
     code = (
