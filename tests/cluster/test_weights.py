@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from rayserve_moe import Engine
 from rayserve_moe.answers.streams import GenerationStream
 from rayserve_moe.checkpoints.bucket import SentBucket, SentShares, SentTensor, WantedTensor, pieces_for
 from rayserve_moe.cluster.group_executor import GroupExecutor
+from rayserve_moe.cluster.heartbeat import CHANGING
 from rayserve_moe.cluster.step_transport import TRANSPORTS
 from rayserve_moe.config.settings import UpdateSettings
 from rayserve_moe.engine.command_queue import EngineStoppedError
@@ -27,8 +29,10 @@ from rayserve_moe.engine.control import WeightOrder, WeightOutcome
 from rayserve_moe.engine.executor import TensorReceiver
 from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.updates.tensors import BucketOrder
+from rayserve_moe.observability.fault_points import arm
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, SamplingParams
 from rayserve_moe.requests.results import ChoiceResult
+from rayserve_moe.scheduling.step_plan import StepPlan
 from rayserve_moe.text.tokenizer import Tokenizer
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.test_hosts import (
@@ -104,8 +108,10 @@ def test_all_hosts_change_weights_between_the_same_two_steps(
             result = ChoiceResult()
             while len(result.token_ids) < 25:
                 result.add(next(deltas))
+            ray.get([worker.__ray_call__.remote(_note_phase_of_change) for worker in group[0].workers])
             outcome = loop.control.update_weights(WeightOrder(str(path), f"version {number}")).result(UPDATED_WITHIN_S)
             assert outcome.success, outcome.message
+            assert ray.get([worker.__ray_call__.remote(_noted) for worker in group[0].workers]) == [CHANGING] * 2
             for delta in deltas:
                 result.add(delta)
             assert result.finish is not None and result.finish.kind == "length"
@@ -114,6 +120,23 @@ def test_all_hosts_change_weights_between_the_same_two_steps(
             assert result.routing is not None and result.routing.weight_version[-1][2] == versions[-1]
             assert_same(complete(loop, tokenizer), answers[path])
     assert_nothing_was_compiled(group[0])
+
+
+def _note_phase_of_change(worker: Any) -> None:
+    """Note what this host's heartbeat says in the step that takes staged weights: a stop there is noticed as in any."""
+
+    def note(plan: StepPlan) -> None:
+        if plan.takes_staged_weights:
+            worker._noted = worker._heartbeat._doing[0]
+        else:
+            arm("step", note)
+
+    worker._noted = None
+    arm("step", note)
+
+
+def _noted(worker: Any) -> str | None:
+    return worker._noted
 
 
 def sent(path: Path, *, only: str = "") -> list[SentTensor]:
