@@ -256,6 +256,9 @@ def test_what_is_no_trajectory_is_refused(http, layout, two):
     }.items():
         error = check_error(http.post(AUDIT, json={"samples": [good, sample]}), 400)
         assert error["param"].startswith("samples"), name
+    for field in ("forced_routed_experts", "forced_router_gates", "forced_indexer_topk"):
+        error = check_error(http.post(AUDIT, json={"samples": [good, {**good, field: "no base64"}]}), 400)
+        assert error["message"].startswith(f"`samples[1]`: `{field}`: ")
     check_error(http.post(AUDIT, json={"samples": []}), 400)
     check_error(http.post(AUDIT, json={"samples": [good] * 257}), 400)
 

@@ -138,9 +138,12 @@ def _sketch_bytes(state: ApiState, sample: AuditSample) -> int:
 def _claim_of(sample: AuditSample, card: ModelCard) -> tuple[Claim, RoutedExperts]:
     """Return a sample as a claim, and its rows with their index rows and gates. Raises: ValueError."""
     experts, lengths = sample.forced_routed_experts, [len(sample.input_ids)]
-    routing = decode_each_forced(experts, card.routing, prompt_lens=lengths, is_batch=False)
-    routing = decode_each_forced_gates(sample.forced_router_gates, routing, is_batch=False)
-    (rows,) = decode_each_forced_index(sample.forced_indexer_topk, routing, layout=card.index, is_batch=False)
+    with _named_field("forced_routed_experts"):
+        routing = decode_each_forced(experts, card.routing, prompt_lens=lengths, is_batch=False)
+    with _named_field("forced_router_gates"):
+        routing = decode_each_forced_gates(sample.forced_router_gates, routing, is_batch=False)
+    with _named_field("forced_indexer_topk"):
+        (rows,) = decode_each_forced_index(sample.forced_indexer_topk, routing, layout=card.index, is_batch=False)
     if rows is None:
         raise ValueError("`forced_routed_experts` is required")
     if rows.start:
@@ -225,6 +228,15 @@ def _sketches(values: np.ndarray) -> dict[str, Any]:
     """Return sketches [T, layers + 1, P] as base64 of little-endian float32."""
     data = to_base64(values.astype("<f4"))
     return {"data": data, "shape": list(values.shape), "dtype": "float32", "seed": SEED}
+
+
+@contextlib.contextmanager
+def _named_field(name: str) -> Generator[None]:
+    """Name the field of a sample in errors about its form."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"`{name}`: {error}") from error
 
 
 @contextlib.contextmanager
