@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.engine.admission import Capacity
+from rayserve_moe.fleet.broadcast import Answers
 from rayserve_moe.replay.encoding import decode_rollout
 from rayserve_moe.serving.api.answers.tinker_orders import PROTOBUF
 from rayserve_moe.serving.api_state import ApiState
@@ -224,6 +226,25 @@ def test_an_order_is_known_to_every_replica_and_lost_with_its_own(engine, second
         assert asked("b", "/retrieve_future", request_id=other).json()["sequences"] == first["sequences"]
 
 
+def test_orders_of_one_id_that_arrive_together_are_answered_once(engine, second_engine, monkeypatch):
+    """A client that gives up waiting sends its order again, while replicas are asked about the first one."""
+    with local_fleet({"a": engine, "b": second_engine}) as fleet, ThreadPoolExecutor(4) as pool:
+        ask = fleet.calls.ask
+
+        async def ask_slowly(call: str, *arguments: Any, **keywords: Any) -> Answers:
+            answers = await ask(call, *arguments, **keywords)
+            await asyncio.sleep(0.2)
+            return answers
+
+        monkeypatch.setattr(fleet.calls, "ask", ask_slowly)
+        same = {**ORDER, "seq_id": 0}
+        answers = list(pool.map(lambda _: fleet["a"].post("/api/v1/asample", json=same), range(4)))
+        assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
+        assert len({answer.text for answer in answers}) == 1 == len(fleet.calls.replicas["a"].futures)
+        body = {"request_id": answers[0].json()["request_id"]}
+        assert len(fleet["a"].post("/api/v1/retrieve_future", json=body).json()["sequences"]) == 2
+
+
 def test_a_full_server_asks_for_the_same_order_again(client, engine, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(engine.loop, "capacity", Capacity((None,), 1))
@@ -301,7 +322,8 @@ def test_saved_weights_that_cannot_be_served_are_answered_as_the_client_expects(
     ("change", "message"),
     [
         ({"prompt": {"chunks": [{"tokens": [1], "type": "image"}]}}, "images are not read"),
-        ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "prompt"),
+        ({"prompt": {"chunks": [{"tokens": [10**6]}]}}, "`prompt.chunks`: token ids"),
+        ({"sampling_params": {"max_tokens": 10**6}}, "`sampling_params.max_tokens`: 4 prompt tokens"),
         ({"prompt": {"chunks": []}}, "chunks"),
         ({"prompt_alt_tokens_k": 2}, "`prompt_alt_tokens_k` is not supported"),
         ({"record_stability_info": True}, "`record_stability_info` is not supported"),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 ABANDONED_S = 120.0
 """Time without a question after which a running request is cancelled."""
@@ -34,9 +35,14 @@ class FutureStore:
         self._max_bytes, self._abandoned_s, self._kept_s = max_bytes, abandoned_s, kept_s
         self._num_bytes = 0
         self._futures: dict[str, StoredFuture] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._futures)
+
+    def lock_of(self, request_id: str) -> asyncio.Lock:
+        """Return the lock of an id, held between looking the id up and starting its request."""
+        return self._locks.setdefault(request_id, asyncio.Lock())
 
     def start(self, request_id: str, work: Coroutine[Any, Any, Any], *, size_of: Callable[[Any], int]) -> None:
         """Run `work` in the background under an id that is not taken. Call on the event loop."""

@@ -47,8 +47,8 @@ _REFRESH_S = 300
 _PARAM_NAMES = {
     **param_names(SGLANG, SamplingParams, prefix="sampling_params."),
     **param_names(SGLANG, GenerationRequest),
-    "prompt": "prompt",
-    "max_new_tokens": "sampling_params.max_tokens",
+    "prompt": "prompt.chunks",
+    "max_tokens": "sampling_params.max_tokens",
     "n": "num_samples",
 }
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -135,11 +135,12 @@ def _order_routes(state: ApiState, saved: SavedWeights) -> APIRouter:
         await state.refuse_requests(request)
         body = await _read(state, request, TinkerSampleBody)
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
-        if not any((await Fleet(state).call("knows_future", request_id)).values_by_replica.values()):
-            state.loop.capacity.check()
-            if (path := _saved_path(body.sampling_session_id)) is not None:
-                await saved.keep(path)
-            await _order(state, request, body, request_id=request_id, adapter=path or "")
+        async with state.futures.lock_of(request_id):
+            if not any((await Fleet(state).call("knows_future", request_id)).values_by_replica.values()):
+                state.loop.capacity.check()
+                if (path := _saved_path(body.sampling_session_id)) is not None:
+                    await saved.keep(path)
+                await _order(state, request, body, request_id=request_id, adapter=path or "")
         sequences = [f"{request_id}:{number}" for number in range(body.num_samples)]
         return json_answer({"request_id": request_id, "sample_sequence_ids": sequences})
 
