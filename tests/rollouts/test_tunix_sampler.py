@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayserve_moe import Engine
 from rayserve_moe.rollouts.adapters.tunix import UNSET
 from rayserve_moe.rollouts.adapters.tunix_sampler import TunixSampler
 from rayserve_moe.rollouts.adapters.tunix_sync import Phase
-from rayserve_moe.rollouts.answers import Refused
+from rayserve_moe.rollouts.answers import Refused, Unavailable
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.support.engine.shared_settings import SERVED, write_served
@@ -40,12 +43,37 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_served(folder / str(seed), seed=seed) for seed in (0, 1)]
 
 
+@dataclass
+class LosesAnswer:
+    """An application behind a proxy that answers 502 to the next request of a path."""
+
+    app: ASGIApp
+    path: str = ""
+    arrives: bool = False
+    """The application gets the request, and its answer is lost."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != self.path:
+            await self.app(scope, receive, send)
+            return
+        self.path = ""
+        if self.arrives:
+            await self.app(scope, receive, _drop)
+        await Response(status_code=502)(scope, receive, send)
+
+
+async def _drop(message: Message) -> None: ...
+
+
 @pytest.fixture(scope="module")
-def url(paths: list[Path]) -> Iterator[str]:
-    with (
-        Engine(model_path=str(paths[0]), dtype="float32", **SERVED) as engine,
-        running(create_api(ApiState(engine.loop, engine.tokenizer))) as url,
-    ):
+def proxy(paths: list[Path]) -> Iterator[LosesAnswer]:
+    with Engine(model_path=str(paths[0]), dtype="float32", **SERVED) as engine:
+        yield LosesAnswer(create_api(ApiState(engine.loop, engine.tokenizer)))
+
+
+@pytest.fixture(scope="module")
+def url(proxy: LosesAnswer) -> Iterator[str]:
+    with running(proxy) as url:
         yield url
 
 
@@ -169,6 +197,57 @@ def test_a_sync_serves_the_new_weights_at_once_and_an_aborted_one_never(url: str
             await sampler.weight_sync(sync(2, weights=other))
 
     with_sampler(url, use, checkpoint=str(paths[0]))
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_phase_whose_answer_is_lost_is_repeated(url: str, paths: list[Path], proxy: LosesAnswer, arrives: bool):
+    """The server is not left paused, and weights that serve are never called aborted."""
+    weights = load_file(paths[1] / "model.safetensors")
+    sent, read, resume = "/update_weights_from_tensor", "/update_weights_from_disk", "/continue_generation"
+    by_path = {"model_path": str(paths[1])}
+
+    async def use(sampler: TunixSampler) -> None:
+        for number, (path, extra) in enumerate(((sent, {}), (resume, {}), (read, by_path), (resume, by_path)), 20):
+            this = sync(number + 10 * arrives, weights=None if extra else weights, **extra)
+            await sampler.pre_weight_sync(this)
+            await sampler.weight_sync(this)
+            proxy.path, proxy.arrives = path, arrives
+            with pytest.raises(Unavailable):
+                await sampler.post_weight_sync(this)
+            if arrives or path == resume:
+                with pytest.raises(ValueError, match="has switched the weights"):
+                    await sampler.abort_weight_sync(this)
+            assert await sampler.post_weight_sync(this) == Phase.COMMITTED
+            (found,) = await sampler.sample(request([5], max_tokens=1))
+            assert found.error is None and found.metadata["policy_version"] == this.policy_version
+        this = sync(40 + arrives, weights=weights)
+        await sampler.pre_weight_sync(this)
+        await sampler.weight_sync(this)
+        proxy.path = resume
+        with pytest.raises(Unavailable):
+            await sampler.abort_weight_sync(this)
+        assert await sampler.abort_weight_sync(this) == Phase.ABORTED
+        (found,) = await sampler.sample(request([5], max_tokens=1))
+        assert found.metadata["policy_version"] == 23 + 10 * arrives
+
+    with_sampler(url, use)
+
+
+def test_a_switch_that_did_not_arrive_can_be_aborted(url: str, paths: list[Path], proxy: LosesAnswer):
+    weights = load_file(paths[0] / "model.safetensors")
+
+    async def use(sampler: TunixSampler) -> None:
+        before = (await sampler.get_weight_sync_metadata())["weight_version"]
+        await sampler.pre_weight_sync(sync(50))
+        await sampler.weight_sync(sync(50, weights=weights))
+        proxy.path, proxy.arrives = "/update_weights_from_tensor", False
+        with pytest.raises(Unavailable):
+            await sampler.post_weight_sync(sync(50))
+        assert await sampler.abort_weight_sync(sync(50)) == Phase.ABORTED
+        (found,) = await sampler.sample(request([5], max_tokens=1))
+        assert found.metadata["weight_version"] == before
+
+    with_sampler(url, use)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_serve(url: str):

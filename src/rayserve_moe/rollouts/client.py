@@ -171,18 +171,19 @@ class RolloutClient:
 
     async def _send(self, sending: WeightSending, buckets: Iterable[WeightBucket]) -> list[dict[str, Any]]:
         """Send buckets in order and return the answers; drop the update if it does not get to the end."""
-        answers: list[dict[str, Any]] = []
         is_whole = False
         try:
-            for query, bucket in buckets:
-                path = f"{_TENSOR_PATH}?{urlencode(query)}"
-                raw = await self._ask("POST", path, body=None, accept="application/json", content=bucket)
-                answers.append(json.loads(raw))
+            answers = [await self._send_bucket(bucket) for bucket in buckets]
             is_whole = True
         finally:
             if not is_whole:
                 await self._drop(sending.update_id)
         return answers
+
+    async def _send_bucket(self, bucket: WeightBucket) -> dict[str, Any]:
+        query, content = bucket
+        path = f"{_TENSOR_PATH}?{urlencode(query)}"
+        return json.loads(await self._ask("POST", path, body=None, accept="application/json", content=content))
 
     async def expert_placement(self) -> dict[str, Any]:
         """Return where experts are, as the content of a placement file."""
@@ -262,8 +263,11 @@ class WeightStaging:
         return StagedWeights(sending, len(await client._send(sending, buckets)))
 
     async def swap(self, staged: StagedWeights) -> dict[str, Any]:
-        """Switch to staged weights. Raises Refused if the server no longer has them, or keeps its old weights."""
-        return (await self._client._send(staged.sending, [staged.sending.swap(staged.num_buckets)]))[-1]
+        """Switch to staged weights. They stay staged if the answer is lost: compare the served version, or try again.
+
+        Raises: Refused if the server no longer has them, or keeps its old weights.
+        """
+        return await self._client._send_bucket(staged.sending.swap(staged.num_buckets))
 
     async def drop(self, staged: StagedWeights) -> None:
         """Free staged weights that are not to serve."""

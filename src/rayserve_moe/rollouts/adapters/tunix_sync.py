@@ -27,10 +27,16 @@ class _Round:
 
     key: tuple[str, str]
     weight_version: str
+    served_version: str
+    """Version that served when the round began."""
     phase: Phase = Phase.PREPARED
     staged: StagedWeights | None = None
     model_path: str | None = None
     """Checkpoint to read in place of sent weights."""
+    is_tried: bool = False
+    """A switch was requested."""
+    is_switched: bool = False
+    """The server confirmed it."""
 
 
 class WeightSync:
@@ -63,7 +69,7 @@ class WeightSync:
             if current is not None and current.phase in (Phase.PREPARED, Phase.STAGED):
                 raise ValueError(f"round {current.key} is {current.phase}; end it before round {key}")
             await self._client.pause("retract")
-            self._round = _Round(key, str(sync_request.policy_version))
+            self._round = _Round(key, str(sync_request.policy_version), await self._client.weight_version())
             return self._round.phase
 
     async def weight_sync(self, sync_request: Any = None, **_: Any) -> str:
@@ -85,15 +91,14 @@ class WeightSync:
             return current.phase
 
     async def post_weight_sync(self, sync_request: Any = None, **_: Any) -> str:
-        """Switch to the staged weights and resume. Raises Refused if the server keeps its old weights."""
+        """Switch to the staged weights and resume; call it again if an answer was lost.
+
+        Raises: Refused if the server keeps its old weights.
+        """
         async with self._lock:
             current = self._current(sync_request, Phase.STAGED, Phase.COMMITTED)
             if current.phase == Phase.STAGED:
-                if current.staged is not None:
-                    await self._staging.swap(current.staged)
-                else:
-                    assert current.model_path is not None, "a staged round has weights or a path"
-                    await self._client.update_weights(current.model_path, weight_version=current.weight_version)
+                await self._switch(current)
                 await self._client.resume()
                 current.phase = Phase.COMMITTED
             return current.phase
@@ -103,6 +108,8 @@ class WeightSync:
         async with self._lock:
             current = self._current(sync_request, Phase.PREPARED, Phase.STAGED, Phase.ABORTED)
             if current.phase != Phase.ABORTED:
+                if await self._has_switched(current):
+                    raise ValueError(f"round {current.key} has switched the weights: end it by post_weight_sync")
                 if current.staged is not None:
                     await self._staging.drop(current.staged)
                 await self._client.resume()
@@ -113,6 +120,27 @@ class WeightSync:
         """Return the phase of the round of `req_id`, `idle` if it is not the current one."""
         current = self._round
         return current.phase if current is not None and current.key[0] == req_id else Phase.IDLE
+
+    async def _switch(self, current: _Round) -> None:
+        """Switch to the weights of a round, once."""
+        if await self._has_switched(current):
+            return
+        current.is_tried = True
+        if current.staged is not None:
+            await self._staging.swap(current.staged)
+        else:
+            assert current.model_path is not None, "a staged round has weights or a path"
+            await self._client.update_weights(current.model_path, weight_version=current.weight_version)
+        current.is_switched = True
+
+    async def _has_switched(self, current: _Round) -> bool:
+        """Return True if the server has switched, even if its answer was lost.
+
+        That shows only by the version: it is False after a lost answer if the old weights had the same version.
+        """
+        if not current.is_tried or current.is_switched or current.served_version == current.weight_version:
+            return current.is_switched
+        return await self._client.weight_version() == current.weight_version
 
     def _current(self, sync_request: Any, *phases: Phase) -> _Round:
         """Return the round of a request. Raises ValueError if it is stale or in none of the `phases`."""
