@@ -123,6 +123,30 @@ def agent_sessions(measured: Mapping[str, Any]) -> str:
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
 
 
+def agent_features(measured: Mapping[str, Any]) -> str:
+    """Render sessions with one feature after the other, by the ratio of their tokens to the pool."""
+    heading = ("tokens / pool", "way", "requests", "session, s", "good/s", "TTFT p50, s", "p99", "tokens/s", "cached")
+    rows = [
+        (
+            f"{row['ratio']:.1f}",
+            row["way"],
+            f"{row['requests']:,}",
+            f"{row['session_mean_s']:.0f}",
+            f"{row['goodput_s']:.2f}",
+            f"{row['ttft_p50_s']:.2f}",
+            f"{row['ttft_p99_s']:.1f}",
+            f"{row['tokens_s']:,.0f}",
+            f"{row['hits']:.1%}",
+        )
+        for row in measured["rows"]
+    ]
+    title = (
+        f"{measured['replica']}, the first {measured['until_s']:g} s; good: first token in 2 s, others in 50 ms on "
+        "average; on simulated time"
+    )
+    return f"**{title}**\n\n{markdown_table(heading, rows)}"
+
+
 def host_pages(measured: Mapping[str, Any]) -> str:
     """Render sessions without and with evicted pages in host memory, by the ratio of their tokens to the pool."""
     heading = (

@@ -34,6 +34,8 @@ from rayserve_moe.checkpoints.synthetic import PRESETS
 NUM_STREAMS, STREAM_TOKENS, LONG, LONG_ANSWER, NUM_LONG = 6, 384, 3000, 8, 4
 NUM_ASKED, ANSWER_TOKENS = 12, 200
 """Requests of a kill."""
+PROBE = 600
+"""Tokens of a prompt that shows if replicas have their roles: more than those of a step."""
 SETTINGS: dict[str, Any] = {
     "num_replicas": 2,
     "max_model_len": 4096,
@@ -147,14 +149,23 @@ def pid_of(serve: ServeProcess, replica: str) -> int:
 
 
 def wait_until_whole(serve: ServeProcess) -> None:
-    """Wait until a replica of each role serves. TimeoutError."""
+    """Wait until a replica of each role serves, and routers know both. TimeoutError."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError, ValueError):
-            if all(len(names) == 1 for names in roles(serve).values()):
+            if all(len(names) == 1 for names in roles(serve).values()) and takes_pages(serve):
                 return
         time.sleep(0.5)
     raise TimeoutError("the fleet is not whole again")
+
+
+def takes_pages(serve: ServeProcess) -> bool:
+    """Return True if a prompt of random tokens is computed by the replica for prompts."""
+    before = transfers(serve)
+    body = {"input_ids": random.choices(range(16, 256), k=PROBE), "sampling_params": {"max_new_tokens": 1}}
+    httpx.post(f"http://{HOST}:{serve.port}/generate", json=body, timeout=LIMIT_S).raise_for_status()
+    received = "rayserve_moe_pushed_pages_received_total"
+    return transfers(serve).get(received, 0.0) > before.get(received, 0.0)
 
 
 def kill_each(serve: ServeProcess, *, kills: int, vocab_size: int) -> dict[str, dict[str, int]]:

@@ -28,6 +28,7 @@ from benchmarks.figures import (
     steps_per_second,
 )
 from benchmarks.fleet_table import (
+    agent_features,
     agent_sessions,
     fleet_conversations,
     fleet_overload,
@@ -327,6 +328,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "agent_sessions": agent_sessions,
     "session_hints": session_hints,
     "served_sessions": served_sessions,
+    "agent_features": agent_features,
     "host_pages": host_pages,
     "served_pages": served_pages,
     "prefill_apart": prefill_apart,

@@ -169,6 +169,13 @@ def every_section() -> dict:
                  "tokens_s": 1301.0, "hits": 0.771}
             ],
         },
+        "agent_features": {
+            "replica": "any", "until_s": 200.0,
+            "rows": [
+                {"ratio": 3.3, "way": "hints", "requests": 1250, "session_mean_s": 177.0, "goodput_s": 5.5,
+                 "ttft_p50_s": 0.56, "ttft_p99_s": 25.2, "tokens_s": 1301.0, "hits": 0.875}
+            ],
+        },
         "host_pages": {
             "replica": "any", "num_hosted": 10_000,
             "rows": [
@@ -515,6 +522,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("agent_sessions", "77.1%"),
         ("session_hints", "62.5%"),
         ("served_sessions", "0.75 (0.75-0.75)"),
+        ("agent_features", "1,250"),
         ("host_pages", "87.5%"),
         ("served_pages", "1.25 (1.00-1.50)"),
         ("prefill_apart", "| 1.25 "),

@@ -1,0 +1,106 @@
+"""Agents' sessions with one feature after the other, at ratios of their tokens to the pool.
+
+    python -m benchmarks.agent_features [--ratios 0.5,1.1,3.3,10] [--ways arrival,cached] [--seed 0]
+        [--model qwen3-30b-a3b] [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
+
+Simulated time, with the sessions and pages of `benchmarks.host_pages`, for at most 200 s. One replica: `arrival` admits
+in order of arrival, `cached` in the product's order; `hints` ends sessions and asks for TTLs; `host memory` keeps
+evicted pages. Two replicas with twice the sessions, behind the router: `two` compute prompts and tokens both, with or
+without host memory; of `apart` one computes long prompts for the other. Rates are per replica. Rows that the result
+file has already, of other ratios or ways, stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.agent_sessions import LOADS, figures, measure_on_slice, ordered, sessions
+from benchmarks.conditions import note
+from benchmarks.fleet_simulation import LIMITS
+from benchmarks.fleet_table import agent_features
+from benchmarks.host_pages import COPY_RATES, HOST_BYTES, RATIOS
+from benchmarks.prefill_apart import LINK_RATE, Beside
+from benchmarks.session_hints import hints_of
+from benchmarks.simulation.fleet import Seen, simulate
+from benchmarks.simulation.replica import HostMemory, SimulatedReplica
+from benchmarks.simulation.slices import SliceReplica
+from rayserve_moe.scheduling.scheduler import StepLimits
+
+UNTIL_S = 200.0
+"""Maximum simulated seconds."""
+HINTS = "ttl+final:0.5:30"
+"""The product's defaults, if clients send hints."""
+ONE = ("arrival", "cached", "hints", "host memory", "hints, host memory")
+TWO = ("two", "two, host memory", "apart")
+
+
+def play(way: str, ratio: float, *, found: SliceReplica, seed: int) -> tuple[Seen, dict[str, Any]]:
+    """Return what a way has shown at a ratio, and the figures of its sessions."""
+    count, divisor = RATIOS[ratio]
+    limits = replace(LIMITS, num_data_ranks=found.num_data_ranks, num_pages=found.num_pages // divisor)
+    host = HostMemory(int(HOST_BYTES / (found.page_bytes * found.num_devices)), found.page_bytes / COPY_RATES[0])
+    hosted = host if "host memory" in way or way == "apart" else None
+    num_replicas = 1 if way in ONE else 2
+    roots = list(sessions(LOADS["agents"], num_replicas * count, seed=seed))
+    make = replica_maker(limits, found, way=way, host=hosted)
+    with ordered("arrival") if way == "arrival" else nullcontext():
+        if way == "apart":
+            page_link_s = found.page_bytes * found.num_devices / found.num_data_ranks / LINK_RATE
+            apart = Beside(
+                [make(), make()],
+                request_s=found.steps.request_s,
+                seed=seed,
+                page_link_s=page_link_s,
+                longest=LIMITS.chunk_tokens,
+            )
+            seen = apart.run(roots, until_s=UNTIL_S)
+        else:
+            policy = "round robin" if num_replicas == 1 else "prefix"
+            how = {"num_replicas": num_replicas, "request_s": found.steps.request_s, "seed": seed, "until_s": UNTIL_S}
+            seen = simulate(policy, make, roots, **how)
+    return seen, figures(seen, roots=roots)
+
+
+def replica_maker(
+    limits: StepLimits, found: SliceReplica, *, way: str, host: HostMemory | None
+) -> Callable[[], SimulatedReplica]:
+    """Return a function that makes a replica; with hints it evicts by them."""
+    if "hints" not in way:
+        return lambda: SimulatedReplica(limits, found.steps, host=host)
+    hints, share, max_s = hints_of(HINTS)
+    hinted = replace(limits, evicts_by_session=True, protected_share=share, max_protected_s=max_s)
+    return lambda: SimulatedReplica(hinted, found.steps, hints=hints, host=host)
+
+
+def run(arguments: argparse.Namespace, found: SliceReplica) -> dict[str, Any]:
+    """Simulate each way at each ratio, with the same sessions for equal numbers of replicas."""
+    rows: dict[tuple[float, str], dict[str, Any]] = {}
+    if arguments.out.exists():
+        saved = json.loads(arguments.out.read_text(encoding="utf-8"))["agent_features"]["rows"]
+        rows = {(row["ratio"], row["way"]): row for row in saved}
+    for ratio in arguments.ratios:
+        for way in arguments.ways:
+            seen, measured = play(way, ratio, found=found, seed=arguments.seed)
+            rows[ratio, way] = {"ratio": ratio, "way": way, "requests": len(seen.asked), **measured}
+            note(f"{ratio}, {way}: {measured['session_mean_s']:.0f} s each, p99 {measured['ttft_p99_s']:.1f} s")
+    in_order = sorted(rows, key=lambda key: (key[0], (*ONE, *TWO).index(key[1])))
+    return {"until_s": UNTIL_S, "rows": [rows[key] for key in in_order]}
+
+
+def main() -> None:
+    """Measure one feature after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ratios", type=lambda text: [float(part) for part in text.split(",")], default=list(RATIOS))
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=[*ONE, *TWO])
+    parser.add_argument("--data-ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    measure_on_slice(parser, run, name="agent_features", machine="agent_features_machine", table=agent_features)
+
+
+if __name__ == "__main__":
+    main()
