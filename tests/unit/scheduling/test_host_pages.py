@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
+import gc
 
+import numpy as np
+import pytest
+
+from rayserve_moe.requests.records import GenerationRequest, SamplingParams
+from rayserve_moe.requests.retention import Retention
 from rayserve_moe.scheduling.host_pages import HostPages, page_names
-from rayserve_moe.scheduling.scheduler import Scheduler
+from rayserve_moe.scheduling.scheduler import Scheduler, finish_session
+from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import HostSizes
-from tests.support.engine.schedulers import ABORT, Turns, choices, one, scheduler
+from tests.support.engine.schedulers import ABORT, Turns, choices, one, result_of, scheduler
 
 PAGE, PROMPT = 4, 33
 """Tokens of a page and of a prompt, eight whole pages."""
@@ -54,6 +60,39 @@ def test_hostile_sessions_fill_the_slots_and_no_more():
         host.check_integrity()
         assert host.num_pages <= 7 and len(host.take_moves()[0]) <= 16
     assert host.num_pages == 7
+
+
+@pytest.mark.slow
+def test_many_sessions_with_ttls_of_a_year_take_no_memory():
+    """A hundred thousand of three tenants, of which every second one is ended."""
+    target = scheduler(num_pages=33, evicts_by_session=True, protected_share=0.5, max_protected_s=3600.0)
+    host = HostPages(target.ranks[0], HostSizes(7))
+    order, counts = target.ranks[0].tree.order, []
+    for number in range(100_000):
+        ids = np.random.default_rng(number).integers(3, 1000, 17).astype(np.int32)
+        request = GenerationRequest(
+            "r",
+            ids,
+            SamplingParams(max_new_tokens=1),
+            cache_salt=f"tenant {number % 3}",
+            session=f"session {number}",
+            retention=Retention(((17, 31_536_000.0),)),
+        )
+        target.add([Sequence(request, 0, seed=5, stop_token_ids=frozenset())])
+        schedule = target.schedule()
+        _, (ended,) = target.commit(schedule, result_of(schedule))
+        target.release(ended)
+        if number % 2:
+            finish_session(target, f"session {number}")
+        assert len(host.take_moves()[0]) <= 16 and host.num_pages <= 7
+        assert order.num_protected <= 16
+        if number % 20_000 == 19_999:
+            target.check_integrity()
+            host.check_integrity()
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+    assert host.num_pages == 7
+    assert max(counts) - counts[0] < 1000, counts
 
 
 def test_other_salts_find_nothing():
