@@ -64,13 +64,14 @@ def replica_ports(server: ServeProcess) -> list[int]:
 def hold(server: ServeProcess, cores: Sequence[int]) -> None:
     """Hold each replica and one worker to a core, and let all else use any."""
     for pid in server.pids_of(""):
-        _allow(pid, cores)
+        allow(pid, cores)
     for title in ("ray::ServeReplica:bench:moe-server", "ray::HostWorker"):
         for place, pid in enumerate(server.pids_of(title)):
-            _allow(pid, [cores[place % len(cores)]])
+            allow(pid, [cores[place % len(cores)]])
 
 
-def _allow(pid: int, cores: Sequence[int]) -> None:
+def allow(pid: int, cores: Sequence[int]) -> None:
+    """Hold all threads of a process to some cores."""
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         try:
             os.sched_setaffinity(int(thread.name), cores)

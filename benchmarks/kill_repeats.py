@@ -147,10 +147,11 @@ def num_rebuilds(port: int) -> float:
 def busiest(serve: ServeProcess, num_hosts: int) -> list[int]:
     """Return the workers that serve: a standby has used less CPU time."""
     pids = serve.pids_of(WORKER)
-    return sorted(pids, key=_cpu_ticks)[-num_hosts:]
+    return sorted(pids, key=cpu_ticks)[-num_hosts:]
 
 
-def _cpu_ticks(pid: int) -> int:
+def cpu_ticks(pid: int) -> int:
+    """Return the CPU time of a process in clock ticks; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

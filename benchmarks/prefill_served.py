@@ -2,9 +2,9 @@
 
     python -m benchmarks.prefill_served [--size small] [--repeats 3] [--kills 0] [--out FILE.json]
 
-A core per replica, and the clients share them. In each repeat the same streams run without long prompts and with a
-prompt every few seconds. With `--kills` the replica for prompts and the one for tokens are then killed in turn, at
-random moments under requests with long prompts, whose answers are compared with an undisturbed run.
+A core per replica and its worker, and the clients share them. In each repeat the same streams run without long prompts,
+then beside up to four, one after the other. With `--kills` the replica for prompts and the one for tokens are then
+killed in turn, at random moments under requests with long prompts, whose answers are compared with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import numpy as np
 
 from benchmarks.conditions import RESULTS, checkpoint_of, load_before_start, machine_facts, note, save
 from benchmarks.fleet_table import prefill_served
+from benchmarks.fleet_validation import allow
+from benchmarks.kill_repeats import WORKER, cpu_ticks
 from benchmarks.resuming_client import CutOffError, ResumingClient
 from benchmarks.serve_process import HOST, ServeProcess
 from rayserve_moe.checkpoints.synthetic import PRESETS
@@ -48,6 +50,7 @@ SETTINGS: dict[str, Any] = {
     "host_cache_mib": 512,
     "prefix_routing": "on",
 }
+REPLICA = "ray::ServeReplica:bench:moe-server"
 ROLES = {"mixed": 0, "apart": 1}
 """Number of replicas for prompts."""
 LIMIT_S = 300.0
@@ -81,7 +84,9 @@ async def play(port: int, *, num_long: int, draw: np.random.Generator, vocab_siz
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=LIMIT_S) as client:
         streams = [asyncio.create_task(stream(client, prompt(40), seed)) for seed in range(NUM_STREAMS)]
         await asyncio.sleep(0.5)
-        seconds = [await long_prompt(client, prompt(LONG)) for _ in range(num_long)]
+        seconds = []
+        while len(seconds) < num_long and not all(one.done() for one in streams):
+            seconds.append(await long_prompt(client, prompt(LONG)))
         gaps = np.array([gap for one in await asyncio.gather(*streams) for gap in one])
     figures = {"gap_p50_s": float(np.quantile(gaps, 0.5)), "gap_p99_s": float(np.quantile(gaps, 0.99))}
     return {**figures, "long_s": float(np.mean(seconds)) if seconds else 0.0}
@@ -97,6 +102,31 @@ def measure(serve: ServeProcess, *, repeats: int, vocab_size: int) -> list[dict[
                 rows.append({"repeat": repeat, "num_long": num_long, **figures})
                 note(json.dumps(rows[-1]))
     return rows
+
+
+def hold_pairs(serve: ServeProcess, cores: Sequence[int]) -> None:
+    """Hold each replica and its worker to a core. Their CPU time during an answer shows which belong together."""
+    for pid in serve.pids_of(""):
+        allow(pid, cores)
+    pids = {title: serve.pids_of(title) for title in (REPLICA, WORKER)}
+    before = {pid: cpu_ticks(pid) for of_title in pids.values() for pid in of_title}
+    sampling = {"max_new_tokens": STREAM_TOKENS, "ignore_eos": True}
+    body = {"input_ids": [16] * 40, "sampling_params": sampling}
+    httpx.post(f"http://{HOST}:{serve.port}/generate", json=body, timeout=LIMIT_S).raise_for_status()
+    for of_title in pids.values():
+        in_order = sorted(of_title, key=lambda pid: cpu_ticks(pid) - before[pid])
+        for pid, core in zip(in_order, cores, strict=True):
+            allow(pid, [core])
+
+
+def started(settings: dict[str, Any]) -> ServeProcess:
+    """Return a server that starts on one core, so that kernels take one thread."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])
+    try:
+        return ServeProcess(settings)
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def body_of(number: int, *, run: int, vocab_size: int) -> dict[str, Any]:
@@ -140,7 +170,7 @@ def roles(serve: ServeProcess) -> dict[str, list[str]]:
 
 def pid_of(serve: ServeProcess, replica: str) -> int:
     """Return the process of a replica, by the name of the log file that it has open."""
-    for pid in serve.pids_of("ray::ServeReplica:bench:moe-server"):
+    for pid in serve.pids_of(REPLICA):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 if replica in os.readlink(file):
@@ -224,7 +254,10 @@ def main() -> None:
     settings = {**SETTINGS, "model_path": str(checkpoint_of(arguments.size)), "dtype": "bfloat16"}
     measured: dict[str, Any] = {"size": arguments.size, "runs": {}, "kills": {}}
     for name in arguments.roles:
-        with ServeProcess({**settings, "num_prefill_replicas": ROLES[name]}) as serve:
+        with started({**settings, "num_prefill_replicas": ROLES[name]}) as serve:
+            if ROLES[name]:
+                wait_until_whole(serve)
+            hold_pairs(serve, sorted(os.sched_getaffinity(0))[:2])
             measured["runs"][name] = measure(serve, repeats=arguments.repeats, vocab_size=vocab_size)
             note(f"{name}: {transfers(serve)}")
             if arguments.kills and ROLES[name]:
