@@ -7,6 +7,7 @@ if a single replica is late.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -194,7 +195,8 @@ class FleetCalls:
 
     def _connected(self) -> DeploymentHandle:
         if self._handle is None:
-            handle = serve.get_deployment_handle(self._deployment, self._application)
+            # Serve caches handles, and a handle belongs to the event loop of its first call
+            handle = copy.copy(serve.get_deployment_handle(self._deployment, self._application))
             self._handle = handle.options(_by_reference=True)  # weights are passed as references
         return self._handle
 
