@@ -158,7 +158,13 @@ def test_killed_hosts_cost_pages_only(hosts: Cluster, checkpoint: Path):
 
     def victim() -> Callable[[], object]:
         hosts.wait_for_nodes()
-        return kill_raylet(hosts, engine)
+        kill_node = kill_raylet(hosts, engine)
+
+        def kill() -> None:
+            kill_node()
+            hosts.add_node(num_cpus=NUM_CPUS)
+
+        return kill
 
     try:
         check_kills(engine, victim)
