@@ -73,7 +73,7 @@ class OffersOfOthers:
     def _ask(self, call: str, *arguments: str) -> Answers:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            # Serve binds the handle to this loop for all later calls, so the loop keeps running.
+            # The handle of these calls belongs to this loop, so the loop keeps running.
             threading.Thread(target=self._loop.run_forever, name="offers", daemon=True).start()
         asked = self._calls.ask(call, *arguments, timeout_s=OFFER_S, members=tuple)
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
