@@ -1,6 +1,6 @@
 """Agents' sessions with one feature after the other, at ratios of their tokens to the pool.
 
-    python -m benchmarks.agent_features [--ratios 0.5,1.1,3.3,10] [--ways arrival,cached] [--seed 0]
+    python -m benchmarks.agent_features [--ratios 0.5,1.1,3.3,10] [--ways arrival cached] [--seed 0]
         [--model qwen3-30b-a3b] [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
 Simulated time, with the sessions and pages of `benchmarks.host_pages`, for at most 200 s. One replica: `arrival` admits
@@ -35,8 +35,8 @@ UNTIL_S = 200.0
 """Maximum simulated seconds."""
 HINTS = "ttl+final:0.5:30"
 """The product's defaults, if clients send hints."""
-ONE = ("arrival", "cached", "hints", "host memory", "hints, host memory")
-TWO = ("two", "two, host memory", "apart")
+ONE = ("arrival", "cached", "hints", "host memory", "hints and host memory")
+TWO = ("two", "two with host memory", "apart")
 
 
 def play(way: str, ratio: float, *, found: SliceReplica, seed: int) -> tuple[Seen, dict[str, Any]]:
@@ -96,7 +96,7 @@ def main() -> None:
     """Measure one feature after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ratios", type=lambda text: [float(part) for part in text.split(",")], default=list(RATIOS))
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=[*ONE, *TWO])
+    parser.add_argument("--ways", nargs="+", choices=[*ONE, *TWO], default=[*ONE, *TWO])
     parser.add_argument("--data-ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     measure_on_slice(parser, run, name="agent_features", machine="agent_features_machine", table=agent_features)
