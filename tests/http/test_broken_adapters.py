@@ -135,6 +135,8 @@ def test_malformed_adapters_are_refused_by_name_and_change_nothing(
         broken = wide if changes.get("r") == 5 else made
         message = refused(http, replace(broken, config=broken.config | changes), tmp_path / f"config {number}")
         assert part in message, message
+    key = refusal(http.post(LOAD, json={"lora_name": "good@0123456789ab", "lora_path": str(tmp_path / "good")}))
+    assert "may not end in @" in key, "a resumed request could take it for the bytes that it began with"
     assert answers(http) == served
     assert [each["id"] for each in http.get("/v1/models").json()["data"]][1:] == ["good"]
     again = ask(http, LOAD, lora_name="again", lora_path=str(tmp_path / "good"))

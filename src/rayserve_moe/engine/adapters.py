@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.step_plan import AdapterWork
 
 DIGEST_CHARACTERS = 12
+_KEY = re.compile(rf"@[0-9a-f]{{{DIGEST_CHARACTERS}}}\Z")
 
 
 class UnknownAdapterError(RequestError):
@@ -30,6 +32,12 @@ def adapter_key(name: str, adapter: SentAdapter) -> str:
     Prefixes, versions and journals name the key, so that other bytes under the same name are another adapter.
     """
     return f"{name}@{hashlib.sha256(adapter.body.data).hexdigest()[:DIGEST_CHARACTERS]}"
+
+
+def check_name(name: str) -> None:
+    """Raise WeightsRefusedError for a name that may be the key of another adapter, as resumed requests name it."""
+    if _KEY.search(name):
+        raise WeightsRefusedError(f"names of adapters may not end in @ and {DIGEST_CHARACTERS} digits, as keys do")
 
 
 class LoadedAdapter(NamedTuple):

@@ -7,7 +7,14 @@ import pytest
 
 from rayserve_moe.checkpoints.bucket import SentAdapter
 from rayserve_moe.config.adapters import AdapterSettings
-from rayserve_moe.engine.adapters import AdapterTable, LoadedAdapter, UnknownAdapterError, adapter_key, with_key
+from rayserve_moe.engine.adapters import (
+    AdapterTable,
+    LoadedAdapter,
+    UnknownAdapterError,
+    adapter_key,
+    check_name,
+    with_key,
+)
 from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.extension import ReplacedHosts
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams, WeightsRefusedError
@@ -109,6 +116,10 @@ def test_a_key_names_the_bytes():
     same, other = SentAdapter(BODY), SentAdapter(BODY + 1)
     assert adapter_key("a", same) == adapter_key("a", SentAdapter(BODY.copy())) != adapter_key("a", other)
     assert adapter_key("a", same).startswith("a@")
+    with pytest.raises(WeightsRefusedError, match="may not end in @"):
+        check_name(adapter_key("a", same))
+    for name in ("a", "a@1", "a@main", f"{adapter_key('a', same)}-2"):
+        check_name(name)
 
 
 def test_requests_take_the_key_of_their_adapter_and_none_of_the_merged_one():

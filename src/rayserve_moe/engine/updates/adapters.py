@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rayserve_moe.checkpoints.bucket import SentAdapter
-from rayserve_moe.engine.adapters import AdapterTable, LoadedAdapter, adapter_key
+from rayserve_moe.engine.adapters import AdapterTable, LoadedAdapter, adapter_key, check_name
 from rayserve_moe.engine.command_queue import CommandQueue
 from rayserve_moe.engine.executor import Executor, ExecutorFailure
 from rayserve_moe.engine.updates.orders import WeightOrder, WeightOutcome
@@ -73,6 +73,7 @@ class AdapterLoads:
     def _load(self, adapter: SentAdapter, loaded: LoadedAdapter) -> WeightOutcome:
         key, generation = adapter_key(loaded.name, adapter), self.generation()
         try:
+            check_name(loaded.name)
             if key not in self.table.loaded:
                 self.executor.adapters.add(key, adapter)
         except WeightsRefusedError as refusal:
