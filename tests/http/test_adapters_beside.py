@@ -112,6 +112,10 @@ def test_requests_name_adapters_by_every_field_that_servers_have(http, paths):
         in check_error(http.post("/v1/completions", json=body | {"model": "z"}), 404)["message"]
     )
     assert "adapters_resident" in http.get("/metrics").text
+    ask(http, LOAD, lora_name="tiny:x", lora_path=paths[1])
+    choice = ask(http, "/v1/completions", **body, model="tiny:x")["choices"][0]
+    assert choice["token_ids"] == y, "a whole name comes before the served name and a name"
+    ask(http, UNLOAD, lora_name="tiny:x")
     assert ask(http, UNLOAD, lora_name="x")["loaded_adapters"] == {"y": paths[1]}
     check_error(http.post(GENERATE, json=ASK | {"lora_path": "x"}), 404)
     check_error(http.post(UNLOAD, json={"lora_name": "x"}), 404)
