@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +33,7 @@ from tests.http.test_journal import NATIVE, RESUME, all_events, begin, last_answ
 from tests.http.test_tensor_routes import send
 from tests.support.checkpoints.adapters import make_adapter_beside
 from tests.support.engine.shared_settings import SERVED, write_served
+from tests.support.serving import local_fleet as local_fleet_module
 from tests.support.serving.http_client import GENERATE, ask, check_error
 from tests.support.serving.http_server import running as serving
 from tests.support.serving.journal_server import OwnJournal
@@ -38,6 +41,7 @@ from tests.support.serving.local_fleet import local_fleet
 
 pytestmark = pytest.mark.slow
 PROMPT = [5, 6, 7, 8, 9]
+WITHIN_S = 60.0
 ASK = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}}
 BESIDE = {**SERVED, "max_loras": 2, "max_lora_rank": 4, "max_cpu_loras": 4, "structured_output": False}
 
@@ -300,6 +304,32 @@ def test_a_replica_does_not_serve_without_an_adapter_of_the_others(engines, path
         with pytest.raises(RuntimeError, match="the adapter x of other replicas is not loaded: refused"):
             OffersOfOthers(fleet.calls).take_adapters(Loads())
     assert not outcomes, "the loss of a host is no refusal"
+
+
+def test_two_loads_of_a_name_through_two_replicas_leave_the_same_bytes_everywhere(engines, paths, monkeypatch):
+    """The second load begins when one replica has taken the first, and the other has not."""
+    with local_fleet(engines) as fleet, ThreadPoolExecutor(1) as pool:
+        second, waits, ask_state, ask_all = Future(), threading.Event(), fleet.state.ask, local_fleet_module.answer
+
+        async def noting(method, *arguments):
+            if method == "begin" and second.running():
+                waits.set()
+            return await ask_state(method, *arguments)
+
+        async def answer(replica, call, *, arguments):
+            if replica is fleet.calls.replicas["b"] and call == "load_adapter" and not second.running():
+                second.set_running_or_notify_cancel()
+                body = {"lora_name": "x", "lora_path": paths[1]}
+                done = pool.submit(fleet["b"].post, LOAD, json=body)
+                done.add_done_callback(lambda ended: (second.set_result(ended.result()), waits.set()))
+                assert await asyncio.to_thread(waits.wait, WITHIN_S)
+            return await ask_all(replica, call, arguments=arguments)
+
+        monkeypatch.setattr(fleet.state, "ask", noting)
+        monkeypatch.setattr(local_fleet_module, "answer", answer)
+        assert fleet["a"].post(LOAD, json={"lora_name": "x", "lora_path": paths[0]}).json()["success"]
+        assert second.result(WITHIN_S).json()["success"]
+        answers_alike(fleet, "x")
 
 
 def test_a_replica_that_joins_while_the_only_other_one_loads_has_the_adapter_too(engines, paths, monkeypatch):

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -121,7 +121,8 @@ class Fleet:
     async def load_adapter(self, adapter: SentAdapter, name: str, *, path: str, sent: bytearray) -> WeightOutcome:
         """Hold an adapter beside the weights on all replicas; `sent` is its body.
 
-        A replica without it answers requests of its name with an error.
+        A replica without it answers requests of its name with an error. Loads through several replicas are applied in
+        the same order everywhere.
         """
         assert self._control.adapters is not None, "this server holds adapters"
         membership = self.state.membership
@@ -134,12 +135,14 @@ class Fleet:
         return await self._outcome("load_adapter", name, path, passed_on)
 
     async def unload_adapter(self, name: str) -> WeightOutcome:
-        """Reject later requests of an adapter on all replicas."""
+        """Reject later requests of an adapter on all replicas, in order with loads."""
         return await self._outcome("unload_adapter", name)
 
     async def _outcome(self, name: str, *arguments: Any) -> WeightOutcome:
-        """Return the outcome of a call that all replicas answer with an outcome."""
-        answers = await self.call(name, *arguments, timeout_s=CHANGE_S)
+        """Return the outcome of a change that all replicas answer with an outcome, in order with other changes."""
+        membership = self.state.membership
+        async with nullcontext() if membership is None else _ordered(membership):
+            answers = await self.call(name, *arguments, timeout_s=CHANGE_S)
         fault = fault_of(answers, missing_first=False)
         return WeightOutcome(False, fault, self.state.card.weight_version) if fault else answers.values[0]
 
