@@ -69,13 +69,17 @@ def ask(engine: Engine, prompt: list[int], name: str = NAME) -> tuple[list[int],
     return answer["output_ids"], [span["version"] for span in answer["meta_info"]["weight_versions"]]
 
 
-def answered(engine: Engine, stop: threading.Event, *, seed: int) -> list[tuple[list[int], list[int], list[str]]]:
-    """Send one request after another; return prompts, ids and versions."""
+def answered(engine: Engine, stop: threading.Event, *, seed: int) -> list[tuple[np.ndarray, np.ndarray, list[str]]]:
+    """Send one request after another; return prompts, ids and versions.
+
+    Lists of ids would take ten times the memory of arrays, and look like memory that the server does not give back.
+    """
     random, found = np.random.default_rng(seed), []
     while not stop.is_set():
         length = random.integers(*PROMPT_LENGTHS)
-        prompt = random.integers(FIRST_PLAIN_ID, engine.card.vocab_size, length).tolist()
-        found.append((prompt, *ask(engine, prompt)))
+        prompt = random.integers(FIRST_PLAIN_ID, engine.card.vocab_size, length, np.int32)
+        ids, versions = ask(engine, prompt.tolist())
+        found.append((prompt, np.asarray(ids, np.int32), versions))
     return found
 
 
@@ -139,7 +143,7 @@ def check(engine: Engine, answers: list[Any], numbers: dict[str, int], write: Ca
         if place % REPEATED == 0:
             count += 1
             load(engine, write(numbers[key]), "again")
-            if ask(engine, prompt, "again")[0] != ids:
+            if ask(engine, prompt.tolist(), "again")[0] != ids.tolist():
                 raise RuntimeError(f"the ids of an answer differ from the ids of {key}")
     return count
 

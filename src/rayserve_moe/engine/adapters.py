@@ -35,9 +35,14 @@ def adapter_key(name: str, adapter: SentAdapter) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raise WeightsRefusedError for a name that may be the key of another adapter, as resumed requests name it."""
+    """Raise WeightsRefusedError for a name that does not print, or that may be the key of another adapter.
+
+    Resumed requests name keys, and versions in answers and logs hold names.
+    """
+    if not name.isprintable() or name != name.strip():
+        raise WeightsRefusedError("names of adapters hold characters that print, and no space at their ends")
     if _KEY.search(name):
-        raise WeightsRefusedError(f"names of adapters may not end in @ and {DIGEST_CHARACTERS} digits, as keys do")
+        raise WeightsRefusedError(f"names of adapters may not end in @ and {DIGEST_CHARACTERS} hexadecimal digits")
 
 
 class LoadedAdapter(NamedTuple):

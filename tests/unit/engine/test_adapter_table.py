@@ -118,7 +118,10 @@ def test_a_key_names_the_bytes():
     assert adapter_key("a", same).startswith("a@")
     with pytest.raises(WeightsRefusedError, match="may not end in @"):
         check_name(adapter_key("a", same))
-    for name in ("a", "a@1", "a@main", f"{adapter_key('a', same)}-2"):
+    for name in ("a\nb", " a", "a ", " ", "a\x00"):
+        with pytest.raises(WeightsRefusedError, match="characters that print"):
+            check_name(name)
+    for name in ("a", "a b", "tinker://run/sampler_weights/ü", "a@1", "a@main", f"{adapter_key('a', same)}-2"):
         check_name(name)
 
 
