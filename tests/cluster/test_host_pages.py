@@ -207,14 +207,18 @@ def test_killed_replicas_lose_no_request(raylets: int, checkpoint: Path, journal
             def ask(prompts: list[list[int]], turn: int) -> list[Answer]:
                 return list(threads.map(one, range(NUM_SESSIONS), prompts, [turn] * NUM_SESSIONS))
 
-            assert fleet.post("/flush_cache").status_code == 200
             return two_turns(ask)
 
+        def flush() -> None:
+            assert fleet.post("/flush_cache").status_code == 200
+
         play()
+        flush()
         began = time.monotonic()
         expected = play()
         run_s = time.monotonic() - began
         for _ in range(KILLS):
+            flush()
             lost = random.choice(running())
             killing = threading.Timer(random.uniform(0, 0.8 * run_s), os.kill, (process_of(lost), signal.SIGKILL))
             killing.start()
