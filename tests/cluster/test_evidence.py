@@ -40,7 +40,8 @@ def asking() -> list[GenerationRequest]:
         )
         listed = ListedInPrompt(0, generator.integers(0, 500, (length - 1, 3)).astype(np.int32))
         request = GenerationRequest(f"e{i}", prompt, sampling, return_hidden_states=("all", "last", "all", "")[i])
-        requests.append(replace(request, listed_in_prompt=listed, return_sampling_mask=True, return_entropy=True))
+        asked = replace(request, logprob_token_ids=(3, 5, 499), return_sampling_mask=True, return_entropy=True)
+        requests.append(replace(asked, listed_in_prompt=listed))
     return requests
 
 
