@@ -55,6 +55,12 @@ def run_side(client: BlockingRolloutClient, prompts: list[list[int]], fields: di
     return {"seconds": seconds}, [sample.output_ids.tolist() for sample in samples]
 
 
+def differing(found: list[list[int]], wanted: list[list[int]]) -> list[tuple[int, int]]:
+    """Return the prompts whose outputs differ, each with its first token that does."""
+    pairs = enumerate(zip(found, wanted, strict=True))
+    return [(place, int(np.argmax(np.not_equal(a, b)))) for place, (a, b) in pairs if a != b]
+
+
 def compare(
     clients: dict[str, BlockingRolloutClient], *, vocab_size: int, repeats: int, sizes: dict[str, int]
 ) -> dict[str, list[Run]]:
@@ -67,8 +73,9 @@ def compare(
             server, fields = SIDES[name]
             run, ids[name] = run_side(clients[server], prompts, fields, length=sizes["num_new_tokens"])
             runs[name].append(run)
-        if different := [name for name, found in ids.items() if found != ids["rows"]]:
-            raise RuntimeError(f"outputs of {', '.join(different)} differ from those of rows")
+        for name, found in ids.items():
+            if different := differing(found, ids["rows"]):
+                raise RuntimeError(f"outputs of {name} differ from those of rows at (prompt, token): {different}")
         ratios = (f"{name} {speed_ratio(runs[name][-1:], runs['rows'][-1:]).median:.3f}" for name in SIDES)
         note(f"{repeat + 1}/{repeats}: {', '.join(ratios)} of the speed of rows")
     return {name: each[1:] for name, each in runs.items()}
