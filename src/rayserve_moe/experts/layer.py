@@ -127,7 +127,13 @@ def _select(
     if choice.candidate is None:
         scores = _scores(hidden_TD, router, config)
         with jax.named_scope("selection"):
-            ids_TK, gates_TK = select_top_k(scores, router=rule, forced=forced, by_rows=config.kernels.by_rows)
+            ids_TK, gates_TK = select_top_k(
+                scores,
+                router=rule,
+                forced=forced,
+                by_rows=config.kernels.by_rows,
+                total=config.kernels.experts.total,
+            )
             return ids_TK, gates_TK, native_choice(scores, ids_TK, router=rule) if audits else None
     with jax.named_scope("selection"):
         finish = partial(gates_of, router=rule)

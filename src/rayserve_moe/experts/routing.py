@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.experts.router_spec import RouterSpec
+from rayserve_moe.kernels.operations import Kernel
+from rayserve_moe.kernels.reference.layers import total_of
 from rayserve_moe.kernels.row_blocks import ByRows, at_once
 from rayserve_moe.kernels.tpu.top_experts import StackedRouter
 
@@ -91,7 +93,12 @@ def _within_best_groups(scores_TE: jax.Array, choice_TE: jax.Array, router: Rout
 
 
 def select_top_k(
-    scores: ExpertScores, *, router: RouterSpec, forced: ForcedExperts | None = None, by_rows: ByRows = at_once
+    scores: ExpertScores,
+    *,
+    router: RouterSpec,
+    forced: ForcedExperts | None = None,
+    by_rows: ByRows = at_once,
+    total: Kernel = total_of,
 ) -> tuple[jax.Array, jax.Array]:
     """Select the top k per token: ids int32 [T, K] by descending choice, ties to the smaller id; weights float32.
 
@@ -112,7 +119,7 @@ def select_top_k(
             return forced_TK, jnp.take_along_axis(scores_TE, forced_TK, axis=-1)
 
         ids_TK, weights_TK = jax.lax.cond(forced.is_any, force, lambda: (ids_TK, weights_TK))
-    return ids_TK, by_rows(partial(gates_of, router=router), weights_TK)
+    return ids_TK, by_rows(partial(gates_of, router=router, total=total), weights_TK)
 
 
 def with_forced_gates(gates_TK: jax.Array, forced: ForcedExperts | None) -> jax.Array:
@@ -128,10 +135,10 @@ def with_forced_gates(gates_TK: jax.Array, forced: ForcedExperts | None) -> jax.
     return jax.lax.cond(forced.is_any, force, lambda: gates_TK)
 
 
-def gates_of(weights_TK: jax.Array, *, router: RouterSpec) -> jax.Array:
+def gates_of(weights_TK: jax.Array, *, router: RouterSpec, total: Kernel = total_of) -> jax.Array:
     """Return the weights of a token's experts by their scores [T, K]."""
     if router.renormalize:
-        weights_TK = weights_TK / _divisor(weights_TK.sum(-1, keepdims=True), router)
+        weights_TK = weights_TK / _divisor(total(weights_TK), router)
     return weights_TK if router.scale == 1.0 else weights_TK * router.scale
 
 

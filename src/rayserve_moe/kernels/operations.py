@@ -77,6 +77,8 @@ class ExpertKernels:
     """`expert_products.multiply_in_blocks`."""
     sums: Operation
     """`expert_products.sum_results` with its product bound."""
+    total: Kernel = layers.total_of
+    """`layers.total_of`."""
     carries_ranks: bool = False
     """True if `results` and `sums` take tokens with ranks of adapters beside them (`adapters.carry_ranks`)."""
     choose: Operation = NO_CANDIDATES

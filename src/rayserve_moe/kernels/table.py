@@ -195,6 +195,7 @@ CPU_NATIVE = Kernels(
         calls.router_scores,
         results=operation("cpu_native", calls.expert_results),
         sums=operation("cpu_native", calls.expert_sums),
+        total=layers.total_in_order,
     ),
     head=HeadKernels(calls.head_logits, tied_rows=take_columns),
     sampling=SamplingKernels(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from rayserve_moe.experts.router_spec import RouterSpec
 from rayserve_moe.experts.routing import ExpertScores, ForcedExperts, count_tokens, rank_experts, select_top_k
 from rayserve_moe.kernels.reference.layers import router_scores
+from rayserve_moe.kernels.table import CPU_NATIVE
 from tests.support.experts.expert_reference import choice_by_hand, gates_by_hand, scores_by_hand
 
 SIGMOID = {"score": "sigmoid", "renormalize": True}
@@ -103,6 +105,20 @@ def test_the_router_is_float32_whatever_the_tokens_are():
     ids, weights = select_experts(jnp.ones((1, 1), jnp.bfloat16), jnp.asarray(router), top_k=1, renormalize=False)
     assert ids.tolist() == [[1]]
     assert weights.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(("top_k", "num_tokens"), [(4, 1024), (8, 512), (22, 256)])
+def test_native_weights_of_a_token_have_the_same_bits_in_a_large_step(top_k: int, num_tokens: int):
+    """XLA adds up the weights of so many tokens in another order than those of 16 (seen with AVX2)."""
+    scores_TE = jnp.asarray(np.random.default_rng(7).random((num_tokens, 64)), jnp.float32)
+    rule = RouterSpec(64, top_k, renormalize=True)
+
+    @jax.jit
+    def select(scores_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return select_top_k(ExpertScores(scores_TE), router=rule, total=CPU_NATIVE.experts.total)
+
+    for few, many in zip(select(scores_TE[:16]), select(scores_TE), strict=True):
+        np.testing.assert_array_equal(few, many[:16])
 
 
 def test_padding_is_not_counted():

@@ -1,11 +1,13 @@
 """The small operations of a decoder layer by XLA: norms, products, rotary embedding, router scores."""
 
-# T tokens   D model width   N dense layers   I dense width   h head width   r rotated elements   E experts
-# V vocabulary
+# T tokens   K experts per token   D model width   N dense layers   I dense width   h head width   r rotated elements
+# E experts   V vocabulary
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -93,6 +95,16 @@ def router_scores(
     """Return softmax or sigmoid of the router's logits, computed in float32: [T, E]. KeyError for another `score`."""
     logits_TE = jnp.matmul(hidden_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
     return SCORES[score](logits_TE if bias_E is None else logits_TE + bias_E)
+
+
+def total_of(weights_TK: jax.Array) -> jax.Array:
+    """Return the sum of a token's weights [T, 1], in an order that XLA may choose by the number of tokens."""
+    return jnp.sum(weights_TK, axis=-1, keepdims=True)
+
+
+def total_in_order(weights_TK: jax.Array) -> jax.Array:
+    """Compute `total_of`, added up from the first weight to the last for any number of tokens."""
+    return reduce(operator.add, (weights_TK[:, k : k + 1] for k in range(weights_TK.shape[1])))
 
 
 def head_logits(hidden_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
