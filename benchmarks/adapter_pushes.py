@@ -27,6 +27,7 @@ from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_befor
 from benchmarks.engine_runs import SequenceGaps, StepStarts
 from benchmarks.markdown import markdown_table
 from benchmarks.workloads import FIRST_PLAIN_ID
+from rayserve_moe.cluster.startup_memory import freeze_what_stays
 from rayserve_moe.inprocess.engine import Engine
 
 NAME, RANK, NUM_NEW = "run", 16, 64
@@ -187,6 +188,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder, Engine(str(checkpoint), **settings) as engine:
         base = write_adapter(checkpoint, Path(folder) / "base", rank=RANK, seed=0)
+        freeze_what_stays()  # as replicas do: a full collection stops the steps for 0.1 s
         result = conditions(engine, size=asked.size, repeats=1, load_before=load_before)
         result["adapter_pushes"] = measure(engine, base, Path(folder), asked=asked)
     save(result, asked.out)
