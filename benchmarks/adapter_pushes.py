@@ -73,7 +73,7 @@ def ask(engine: Engine, prompt: list[int], name: str = NAME) -> tuple[list[int],
 def answered(engine: Engine, stop: threading.Event, *, seed: int) -> list[tuple[np.ndarray, np.ndarray, list[str]]]:
     """Send one request after another; return prompts, ids and versions.
 
-    Lists of ids would take ten times the memory of arrays, and look like memory that the server does not give back.
+    Ids are arrays: lists take ten times the memory, which would look like a leak of the server.
     """
     random, found = np.random.default_rng(seed), []
     while not stop.is_set():
@@ -188,7 +188,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder, Engine(str(checkpoint), **settings) as engine:
         base = write_adapter(checkpoint, Path(folder) / "base", rank=RANK, seed=0)
-        freeze_what_stays()  # as replicas do: a full collection stops the steps for 0.1 s
+        freeze_what_stays()  # as replicas do: otherwise a full garbage collection stops the steps for 0.1 s
         result = conditions(engine, size=asked.size, repeats=1, load_before=load_before)
         result["adapter_pushes"] = measure(engine, base, Path(folder), asked=asked)
     save(result, asked.out)

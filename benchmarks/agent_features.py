@@ -1,13 +1,13 @@
-"""Agents' sessions with one feature after the other, at ratios of their tokens to the pool.
+"""Simulate agents' sessions with each feature, at several ratios of their tokens to the pool.
 
     python -m benchmarks.agent_features [--ratios 0.5,1.1,3.3,10] [--ways arrival cached] [--seed 0]
         [--model qwen3-30b-a3b] [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
-Simulated time, with the sessions and pages of `benchmarks.host_pages`, for at most 200 s. One replica: `arrival` admits
-in order of arrival, `cached` in the product's order; `hints` ends sessions and asks for TTLs; `host memory` keeps
-evicted pages. Two replicas with twice the sessions, behind the router: `two` compute prompts and tokens both, with or
-without host memory; of `apart` one computes long prompts for the other. Rates are per replica. Rows that the result
-file has already, of other ratios or ways, stay.
+Sessions and pages are those of `benchmarks.host_pages`, for at most 200 s of simulated time. With one replica,
+`arrival` admits requests in order of arrival and `cached` in the product's order; `hints` ends sessions and asks for
+TTLs; `host memory` keeps evicted pages. With two replicas behind the router, and twice the sessions, both replicas of
+`two` compute prompts and tokens; in `apart` one replica computes long prompts for the other. Rates are per replica. The
+result file keeps its rows of other ratios and ways.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from rayserve_moe.scheduling.scheduler import StepLimits
 UNTIL_S = 200.0
 """Maximum simulated seconds."""
 HINTS = "ttl+final:0.5:30"
-"""The product's defaults, if clients send hints."""
+"""Hint policy: the product's defaults for clients that send hints."""
 ONE = ("arrival", "cached", "hints", "host memory", "hints and host memory")
 TWO = ("two", "two with host memory", "apart")
 
 
 def play(way: str, ratio: float, *, found: SliceReplica, seed: int) -> tuple[Seen, dict[str, Any]]:
-    """Return what a way has shown at a ratio, and the figures of its sessions."""
+    """Simulate one way at one ratio; return the simulation and the figures of its sessions."""
     count, divisor = RATIOS[ratio]
     limits = replace(LIMITS, num_data_ranks=found.num_data_ranks, num_pages=found.num_pages // divisor)
     host = HostMemory(int(HOST_BYTES / (found.page_bytes * found.num_devices)), found.page_bytes / COPY_RATES[0])
@@ -69,7 +69,7 @@ def play(way: str, ratio: float, *, found: SliceReplica, seed: int) -> tuple[See
 def replica_maker(
     limits: StepLimits, found: SliceReplica, *, way: str, host: HostMemory | None
 ) -> Callable[[], SimulatedReplica]:
-    """Return a function that makes a replica; with hints it evicts by them."""
+    """Return a function that makes a replica. With hints, the replica evicts by them."""
     if "hints" not in way:
         return lambda: SimulatedReplica(limits, found.steps, host=host)
     hints, share, max_s = hints_of(HINTS)
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace, found: SliceReplica) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure one feature after the other."""
+    """Simulate, save, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ratios", type=lambda text: [float(part) for part in text.split(",")], default=list(RATIOS))
     parser.add_argument("--ways", nargs="+", choices=[*ONE, *TWO], default=[*ONE, *TWO])

@@ -56,7 +56,7 @@ def run_side(client: BlockingRolloutClient, prompts: list[list[int]], fields: di
 
 
 def differing(found: list[list[int]], wanted: list[list[int]]) -> list[tuple[int, int]]:
-    """Return the prompts whose outputs differ, each with its first token that does."""
+    """Return (prompt, first differing token) for each prompt whose outputs differ."""
     pairs = enumerate(zip(found, wanted, strict=True))
     return [(place, int(np.argmax(np.not_equal(a, b)))) for place, (a, b) in pairs if a != b]
 

@@ -71,7 +71,7 @@ def hold(server: ServeProcess, cores: Sequence[int]) -> None:
 
 
 def allow(pid: int, cores: Sequence[int]) -> None:
-    """Hold all threads of a process to some cores."""
+    """Pin all threads of a process to `cores`."""
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         try:
             os.sched_setaffinity(int(thread.name), cores)

@@ -2,9 +2,10 @@
 
     python -m benchmarks.prefill_served [--size small] [--repeats 3] [--kills 0] [--out FILE.json]
 
-A core per replica and its worker, and the clients share them. In each repeat the same streams run without long prompts,
-then beside up to four, one after the other. With `--kills` the replica for prompts and the one for tokens are then
-killed in turn, at random moments under requests with long prompts, whose answers are compared with an undisturbed run.
+Each replica and its worker have a core, which they share with the clients. Each repeat runs the same streams without
+long prompts, then beside up to four of them, one after another. With `--kills` the replica for prompts and the one for
+tokens are then killed in turn, at random moments under requests with long prompts. Their answers are compared with an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NUM_STREAMS, STREAM_TOKENS, LONG, LONG_ANSWER, NUM_LONG = 6, 384, 3000, 8, 4
 NUM_ASKED, ANSWER_TOKENS = 12, 200
 """Requests of a kill."""
 PROBE = 600
-"""Tokens of a prompt that shows if replicas have their roles: more than those of a step."""
+"""Number of tokens in a probe prompt: more than a step takes, so that the prefill replica computes it."""
 SETTINGS: dict[str, Any] = {
     "num_replicas": 2,
     "max_model_len": 4096,
@@ -105,7 +106,7 @@ def measure(serve: ServeProcess, *, repeats: int, vocab_size: int) -> list[dict[
 
 
 def hold_pairs(serve: ServeProcess, cores: Sequence[int]) -> None:
-    """Hold each replica and its worker to a core. Their CPU time during an answer shows which belong together."""
+    """Pin each replica and its worker to one core; match them by the CPU time that they spend on one request."""
     for pid in serve.pids_of(""):
         allow(pid, cores)
     pids = {title: serve.pids_of(title) for title in (REPLICA, WORKER)}
@@ -120,7 +121,7 @@ def hold_pairs(serve: ServeProcess, cores: Sequence[int]) -> None:
 
 
 def started(settings: dict[str, Any]) -> ServeProcess:
-    """Return a server that starts on one core, so that kernels take one thread."""
+    """Start a server on one core, so that its kernels use one thread."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     try:
@@ -179,7 +180,7 @@ def pid_of(serve: ServeProcess, replica: str) -> int:
 
 
 def wait_until_whole(serve: ServeProcess) -> None:
-    """Wait until a replica of each role serves, and routers know both. TimeoutError."""
+    """Wait until a replica of each role serves and routers know both. Raises: TimeoutError."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError, ValueError):
@@ -190,7 +191,7 @@ def wait_until_whole(serve: ServeProcess) -> None:
 
 
 def takes_pages(serve: ServeProcess) -> bool:
-    """Return True if a prompt of random tokens is computed by the replica for prompts."""
+    """Return True if the prefill replica computes a random prompt."""
     before = transfers(serve)
     body = {"input_ids": random.choices(range(16, 256), k=PROBE), "sampling_params": {"max_new_tokens": 1}}
     httpx.post(f"http://{HOST}:{serve.port}/generate", json=body, timeout=LIMIT_S).raise_for_status()

@@ -1,4 +1,4 @@
-"""Tinker's clients and a server that is full, that is replaced while it samples, and whose samples are cancelled."""
+"""Run Tinker's clients against a full server and a replaced one, and cancel a sample."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FULL, ORDERED, LOST, CANCELLED = ("asample", 429), ("asample", 200), ("retrieve_
 
 
 class ReplacedApp:
-    """An application at an address that another one takes over; requests under way are lost with the first one."""
+    """An application that `replace` swaps for another one. Requests in progress are lost."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.asked: list[str] = []
         """Last part of the path of each request."""
         self.answered: list[tuple[str, int]] = []
-        """The same of each answered request, with its status."""
+        """Last part of the path, and status, of each answered request."""
         self._tasks: dict[asyncio.Task[None], asyncio.AbstractEventLoop] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +57,7 @@ class ReplacedApp:
             task.result()  # without a message, the server closes the connection
 
     def replace(self, app: ASGIApp) -> None:
-        """Have another application answer, and lose the requests under way."""
+        """Swap the application, and cancel the requests in progress."""
         self.app = app
         for task, loop in list(self._tasks.items()):
             loop.call_soon_threadsafe(task.cancel)

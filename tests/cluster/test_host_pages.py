@@ -1,7 +1,7 @@
 """Workers, hosts and replicas are killed at random moments while pages move to host memory and back.
 
-Sessions play two turns, with their pages evicted in between. Ids, log-probs and rows are those of undisturbed turns, by
-native kernels, for one family of every kind of state. Each test kills four times.
+Each session has two turns, and its pages are evicted between them. Ids, log-probs and rows equal those of undisturbed
+turns, with native kernels, for one family of every state kind. Each test kills four times.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def two_turns(ask: Ask) -> list[Answer]:
-    """Return the answers of all sessions' first turns, then of their second ones."""
+    """Return the answers of the first turn of all sessions, then of the second."""
     draw = np.random.default_rng(4)
     prompts = [draw_prompt(draw, PROMPT).tolist() for _ in range(NUM_SESSIONS)]
     first = ask(prompts, 0)
@@ -77,12 +77,12 @@ def two_turns(ask: Ask) -> list[Answer]:
 
 
 def sampling_of(number: int, turn: int) -> dict[str, Any]:
-    """Return sampling of a session's turn: every second one is greedy."""
+    """Return the sampling parameters of a turn. Sessions with even numbers are greedy."""
     return {"max_new_tokens": ANSWER, "temperature": float(number % 2), "ignore_eos": True, "seed": 10 * turn + number}
 
 
 def turns_of(engine: ReplicaEngine) -> list[Answer]:
-    """Return the answers of an engine whose cache is empty before and after."""
+    """Return the answers of an engine; its cache is empty before and after."""
 
     def ask(prompts: list[list[int]], turn: int) -> list[Answer]:
         requests = [
@@ -101,7 +101,7 @@ def turns_of(engine: ReplicaEngine) -> list[Answer]:
 
 
 def check_kills(engine: ReplicaEngine, victim: Callable[[], Callable[[], object]]) -> None:
-    """Kill what `victim` chooses at random steps of the turns; all pages that are found in host memory are restored."""
+    """Kill a process of `victim` at a random step, KILLS times. Every page that is found in host memory is restored."""
     hosted = extension_of(engine.loop._cycle.extensions, HostedPages)
     assert hosted is not None
     for host in hosted.hosts:
@@ -143,7 +143,7 @@ def test_killed_workers_cost_pages_only(raylets: int, checkpoint: Path, num_host
 
 @pytest.fixture(scope="module")
 def hosts(cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster with three nodes more, of which two can hold hosts and one is spare."""
+    """Add three nodes to the cluster: two for hosts, and a spare."""
     others = set(cluster.worker_nodes)
     for _ in range(3):
         cluster.add_node(num_cpus=NUM_CPUS)

@@ -123,7 +123,7 @@ def test_all_hosts_change_weights_between_the_same_two_steps(
 
 
 def _note_phase_of_change(worker: Any) -> None:
-    """Note what this host's heartbeat says in the step that takes staged weights: a stop there is noticed as in any."""
+    """Record the phase of this host's heartbeat in the step that takes staged weights."""
 
     def note(plan: StepPlan) -> None:
         if plan.takes_staged_weights:

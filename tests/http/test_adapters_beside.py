@@ -307,7 +307,7 @@ def test_a_replica_does_not_serve_without_an_adapter_of_the_others(engines, path
 
 
 def test_two_loads_of_a_name_through_two_replicas_leave_the_same_bytes_everywhere(engines, paths, monkeypatch):
-    """The second load begins when one replica has taken the first, and the other has not."""
+    """The second load begins when only one replica has applied the first."""
     with local_fleet(engines) as fleet, ThreadPoolExecutor(1) as pool:
         second, waits, ask_state, ask_all = Future(), threading.Event(), fleet.state.ask, local_fleet_module.answer
 

@@ -45,12 +45,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @dataclass
 class LosesAnswer:
-    """An application behind a proxy that answers 502 to the next request of a path."""
+    """An application behind a proxy that answers 502 to the next request for `path`."""
 
     app: ASGIApp
     path: str = ""
     arrives: bool = False
-    """The application gets the request, and its answer is lost."""
+    """True if the application receives the request and only its answer is lost."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] != self.path:

@@ -35,14 +35,14 @@ def adapter_key(name: str, adapter: SentAdapter) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raise WeightsRefusedError for a name that does not print, or that may be the key of another adapter.
+    """Raise WeightsRefusedError if a name is not printable or looks like an adapter's key.
 
-    Resumed requests name keys, and versions in answers and logs hold names.
+    Resumed requests name their adapter by key; answers and logs contain names.
     """
     if not name.isprintable() or name != name.strip():
-        raise WeightsRefusedError("names of adapters hold characters that print, and no space at their ends")
+        raise WeightsRefusedError("adapter names must be printable, without spaces at their ends")
     if _KEY.search(name):
-        raise WeightsRefusedError(f"names of adapters may not end in @ and {DIGEST_CHARACTERS} hexadecimal digits")
+        raise WeightsRefusedError(f"adapter names may not end in @ and {DIGEST_CHARACTERS} hexadecimal digits")
 
 
 class LoadedAdapter(NamedTuple):

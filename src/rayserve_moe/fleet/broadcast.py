@@ -195,7 +195,7 @@ class FleetCalls:
 
     def _connected(self) -> DeploymentHandle:
         if self._handle is None:
-            # Serve caches handles, and a handle belongs to the event loop of its first call
+            # Serve caches handles, and a handle belongs to the event loop of its first call.
             handle = copy.copy(serve.get_deployment_handle(self._deployment, self._application))
             self._handle = handle.options(_by_reference=True)  # weights are passed as references
         return self._handle

@@ -1,6 +1,6 @@
-"""Sample while the server is full and is replaced, then cancel a sample; write the tokens as JSON.
+"""Sample from a server that is full and then replaced, cancel a second sample, and write the tokens as JSON.
 
-The last arguments are two files: the sample is cancelled once the first exists, and the process ends with the second.
+The last arguments are two files. The sample is cancelled when the first exists; the process ends when the second does.
 """
 
 import json

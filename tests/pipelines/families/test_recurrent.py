@@ -16,8 +16,9 @@ RECURRENT = (
     *("qwen3_next-0", "qwen3_5_moe_text-0", "kimi_linear-0", "bailing_hybrid-0", "nemotron_h-0", "granitemoehybrid-0"),
 )
 NEAR_TIES = {"kimi_linear-0": (("scored 2", 0), 89, 0)}
-"""Choice, position and MoE layer where two experts may come in either order: on processors with AVX2 alone their scores
-with biases tie, and cut prompts round otherwise.
+"""Choice, position and MoE layer where two experts may come in either order.
+
+With AVX2 alone the biased scores of the two tie, and rounding depends on how prompts are cut.
 """
 CASES = [pytest.param(case, id=case.name) for case in FAMILY_CASES if case.name in RECURRENT]
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("case", CASES, indirect=True, scope="session")]

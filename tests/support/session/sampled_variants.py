@@ -28,13 +28,13 @@ def _every(item: Any, marker: pytest.Mark) -> int:
 
 
 class _QuickValues:
-    """The names and quick values of each `parametrize`, read once for all variants of its test."""
+    """Cache of the parameter names and quick values of each `parametrize`."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[list[str], list[tuple[Any, ...]]]] = {}
 
     def of(self, marker: pytest.Mark) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """Return the names that `marker` sets, and its sets of values that are not slow."""
+        """Return the parameter names of `marker`, and its values that are not slow."""
         if id(marker) not in self._of:
             names, sets = marker.args
             names = [names] if isinstance(names, str) else list(names)

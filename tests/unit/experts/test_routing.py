@@ -109,7 +109,7 @@ def test_the_router_is_float32_whatever_the_tokens_are():
 
 @pytest.mark.parametrize(("top_k", "num_tokens"), [(4, 1024), (8, 512), (22, 256)])
 def test_native_weights_of_a_token_have_the_same_bits_in_a_large_step(top_k: int, num_tokens: int):
-    """XLA adds up the weights of so many tokens in another order than those of 16 (seen with AVX2)."""
+    """The order of XLA's own sum depends on the number of tokens (seen with AVX2)."""
     scores_TE = jnp.asarray(np.random.default_rng(7).random((num_tokens, 64)), jnp.float32)
     rule = RouterSpec(64, top_k, renormalize=True)
 

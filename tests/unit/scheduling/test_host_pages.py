@@ -64,7 +64,7 @@ def test_hostile_sessions_fill_the_slots_and_no_more():
 
 @pytest.mark.slow
 def test_many_sessions_with_ttls_of_a_year_take_no_memory():
-    """A hundred thousand of three tenants, of which every second one is ended."""
+    """Run 100,000 sessions of three tenants, and end every second session."""
     target = scheduler(num_pages=33, evicts_by_session=True, protected_share=0.5, max_protected_s=3600.0)
     host = HostPages(target.ranks[0], HostSizes(7))
     order, counts = target.ranks[0].tree.order, []

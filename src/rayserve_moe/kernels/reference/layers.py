@@ -98,12 +98,12 @@ def router_scores(
 
 
 def total_of(weights_TK: jax.Array) -> jax.Array:
-    """Return the sum of a token's weights [T, 1], in an order that XLA may choose by the number of tokens."""
+    """Return the sum of each token's weights [T, 1]. XLA may choose the order by the number of tokens."""
     return jnp.sum(weights_TK, axis=-1, keepdims=True)
 
 
 def total_in_order(weights_TK: jax.Array) -> jax.Array:
-    """Compute `total_of`, added up from the first weight to the last for any number of tokens."""
+    """Return the sum of each token's weights [T, 1], added from the first to the last for any number of tokens."""
     return reduce(operator.add, (weights_TK[:, k : k + 1] for k in range(weights_TK.shape[1])))
 
 

@@ -136,7 +136,7 @@ class WeightSync:
     async def _has_switched(self, current: _Round) -> bool:
         """Return True if the server has switched, even if its answer was lost.
 
-        That shows only by the version: it is False after a lost answer if the old weights had the same version.
+        After a lost answer only the served version shows the switch. If the old weights have it too, return False.
         """
         if not current.is_tried or current.is_switched or current.served_version == current.weight_version:
             return current.is_switched

@@ -135,11 +135,11 @@ class Fleet:
         return await self._outcome("load_adapter", name, path, passed_on)
 
     async def unload_adapter(self, name: str) -> WeightOutcome:
-        """Reject later requests of an adapter on all replicas, in order with loads."""
+        """Unload an adapter on all replicas, in the same order as loads; they reject its later requests."""
         return await self._outcome("unload_adapter", name)
 
     async def _outcome(self, name: str, *arguments: Any) -> WeightOutcome:
-        """Return the outcome of a change that all replicas answer with an outcome, in order with other changes."""
+        """Apply a change on all replicas, in the same order as other changes; return its outcome."""
         membership = self.state.membership
         async with nullcontext() if membership is None else _ordered(membership):
             answers = await self.call(name, *arguments, timeout_s=CHANGE_S)

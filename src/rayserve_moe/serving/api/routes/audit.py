@@ -232,7 +232,7 @@ def _sketches(values: np.ndarray) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named_field(name: str) -> Generator[None]:
-    """Name the field of a sample in errors about its form."""
+    """Put the name of a sample's field before errors about its format."""
     try:
         yield
     except ValueError as error:

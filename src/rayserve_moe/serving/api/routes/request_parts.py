@@ -40,8 +40,7 @@ def adapter_for(state: ApiState, model: str | None, *, name: str | None = None) 
     if name and name not in known:
         loaded = f"loaded: {_quoted(known)}" if known else "no adapter is loaded"
         raise ApiError(404, f"no such adapter ({loaded})", param="lora_path", code="adapter_not_found")
-    whole = [each for each in known if model == each]  # before an adapter whose name is the rest of it
-    by_model = next(iter(whole or [each for each in known if model == f"{served}:{each}"]), "")
+    by_model = model if model and model in known else next((each for each in known if model == f"{served}:{each}"), "")
     if model not in (None, served) and not by_model:
         message = f"no such model: this server serves {_quoted([served, *known])}"
         raise ApiError(404, message, param="model", code="model_not_found")
