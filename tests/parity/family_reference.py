@@ -1,10 +1,11 @@
-"""The Hugging Face implementation of any family in float32: random checkpoints, logits, greedy ids, routing."""
+"""The Hugging Face implementation of any family: random checkpoints, logits, greedy ids, routing."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from rayserve_moe.checkpoints.synthetic_tokenizer import write_tokenizer
+from tests.parity.float64 import in_float64, no_float32
 from tests.parity.ling_reference import LingReference
 from tests.parity.scored import Scored
 from tests.support.models.families import FamilyCase
@@ -37,11 +39,16 @@ _MULTIMODAL = {"step3p5": ("step3p7", {"width": 16, "layers": 1, "heads": 2, "im
 
 
 class FamilyReference:
-    """A model of transformers."""
+    """A model of transformers: greedy ids are of float32, scores of float64, from the same weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.vocab_size: int = model.config.get_text_config().vocab_size
+
+    @cached_property
+    def exact(self) -> PreTrainedModel:
+        """The model in float64."""
+        return in_float64(self.model)
 
     def save(self, directory: Path) -> Path:
         """Write the checkpoint in the published names, with a tokenizer."""
@@ -56,8 +63,14 @@ class FamilyReference:
         return np.stack([array.detach().numpy().reshape(-1) for array in found]) if found else np.zeros(1, np.float32)
 
     def score(self, token_ids: Sequence[int]) -> Scored:
-        """Run all positions of one sequence at once."""
-        return score(self.model, [token_ids])
+        """Run all positions of one sequence at once in float64."""
+        exact = self.exact
+        with no_float32():
+            return score(exact, [token_ids])
+
+    def own_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Return the logits that transformers computes in float32 [T, V]."""
+        return score(self.model, [token_ids]).logits
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], *, count: int) -> list[int]:

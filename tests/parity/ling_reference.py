@@ -73,6 +73,10 @@ class LingReference:
         head_VD = weights["model.word_embeddings.weight" if tied else "lm_head.weight"]
         return Scored(hidden_TD @ head_VD.T, *(np.stack(of_layers, 1) for of_layers in zip(*routed, strict=True)))
 
+    def own_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Return the logits of `score` [T, V]: this implementation has no float32."""
+        return self.score(token_ids).logits
+
     def _attend(self, name: str, hidden_TD: np.ndarray) -> np.ndarray:
         config, weights = self.config, self._weights
         num_q, num_kv, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
