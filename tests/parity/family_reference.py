@@ -28,6 +28,9 @@ from tests.parity.ling_reference import LingReference
 from tests.parity.scored import Scored
 from tests.support.models.families import FamilyCase
 
+torch.set_num_threads(1)
+"""Models are too small for more: threads would wait for each other longer than they compute."""
+
 _ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "MoEV1Gate", "Gemma4TextRouter")
 _PROBABILITIES = ("Gemma4TextRouter",)
 """Routers that return the softmax of their logits."""
