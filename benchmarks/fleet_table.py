@@ -211,19 +211,22 @@ def prefill_apart(measured: Mapping[str, Any]) -> str:
 
 
 def prefill_served(measured: Mapping[str, Any]) -> str:
-    """Render gaps of streams with long prompts divided by those without, of mixed replicas and of roles."""
-    heading = ("replicas", "gap p50 / quiet", "p99 / quiet", "quiet p50, ms", "quiet p99, ms", "long prompt, s")
+    """Render times of streams with long prompts divided by those without, of mixed replicas and of roles."""
+    heading = (
+        *("replicas", "ms/token p50 / quiet", "p99 / quiet", "p99 between events / quiet"),
+        *("quiet p50, ms", "quiet p99, ms", "long prompt, s"),
+    )
     rows = []
     for name, runs in measured["runs"].items():
         quiet, beside = ([row for row in runs if bool(row["num_long"]) is has] for has in (False, True))
         pairs = list(zip(quiet, beside, strict=True))
-        parts = ("gap_p50_s", "gap_p99_s")
+        parts = ("token_p50_s", "token_p99_s", "event_p99_s")
         ratios = [[b[part] / a[part] for a, b in pairs] for part in parts]
         rows.append(
             (
                 name,
                 *(f"{statistics.median(part):.2f} ({min(part):.2f}-{max(part):.2f})" for part in ratios),
-                *(f"{statistics.median(row[part] for row in quiet) * 1e3:.1f}" for part in parts),
+                *(f"{statistics.median(row[part] for row in quiet) * 1e3:.1f}" for part in parts[:2]),
                 f"{statistics.median(row['long_s'] for row in beside):.2f}",
             )
         )
@@ -236,8 +239,15 @@ def prefill_served(measured: Mapping[str, Any]) -> str:
 
 def served_pages(measured: Mapping[str, Any]) -> str:
     """Render second turns whose pages were evicted, the traffic, and others' steps beside it."""
-    heading = ("sessions", "computed tokens", "ideal", "ratio", "bytes per token", "gap of others beside restores")
-    ratios = measured["gap_ratios"]
+    heading = (
+        "sessions",
+        "computed tokens",
+        "ideal",
+        "ratio",
+        "bytes per token",
+        "ms/token of others / without copies",
+    )
+    ratios = measured["token_ratios"]
     row = (
         str(measured["sessions"]),
         f"{measured['computed']:,}",

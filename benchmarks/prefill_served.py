@@ -1,4 +1,4 @@
-"""Gaps between tokens of streams beside long prompts, served by two replicas: both mixed, or one for prompts.
+"""Seconds per token of streams beside long prompts, served by two replicas: both mixed, or one for prompts.
 
     python -m benchmarks.prefill_served [--size small] [--repeats 3] [--kills 0] [--out FILE.json]
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -57,14 +57,25 @@ ROLES = {"mixed": 0, "apart": 1}
 LIMIT_S = 300.0
 
 
-async def stream(client: httpx.AsyncClient, prompt: Sequence[int], seed: int) -> list[float]:
-    """Return the seconds between the events of a stream."""
-    sampling = {"max_new_tokens": STREAM_TOKENS, "temperature": 1, "ignore_eos": True, "sampling_seed": seed}
+class StreamTimes(NamedTuple):
+    """Seconds of a stream."""
+
+    tokens: list[float]
+    """Of each token after the first event; the tokens of an event share the time since the event before."""
+    events: list[float]
+    """Between two events. A server groups the tokens of 10 ms per stream, so that they hardly show its steps."""
+
+
+async def stream(client: httpx.AsyncClient, prompt: Sequence[int], *, num_new: int, seed: int) -> StreamTimes:
+    """Read a sampled stream."""
+    sampling = {"max_new_tokens": num_new, "temperature": 1, "ignore_eos": True, "sampling_seed": seed}
     body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
     async with client.stream("POST", "/generate", json=body) as answer:
         answer.raise_for_status()
-        times = [time.perf_counter() async for line in answer.aiter_lines() if line.startswith("data: {")]
-    return np.diff(times).tolist()
+        arrived = [(time.perf_counter(), line) async for line in answer.aiter_lines() if line.startswith("data: {")]
+    counts = [json.loads(line[len("data: ") :])["meta_info"]["completion_tokens"] for _, line in arrived]
+    gaps, num_tokens = np.diff([when for when, _ in arrived]), np.diff(counts)
+    return StreamTimes(np.repeat(gaps / np.maximum(num_tokens, 1), num_tokens).tolist(), gaps.tolist())
 
 
 async def long_prompt(client: httpx.AsyncClient, prompt: Sequence[int]) -> float:
@@ -77,24 +88,32 @@ async def long_prompt(client: httpx.AsyncClient, prompt: Sequence[int]) -> float
 
 
 async def play(port: int, *, num_long: int, draw: np.random.Generator, vocab_size: int) -> dict[str, float]:
-    """Return gaps of streams beside long prompts, which come one after the other, and their mean time."""
+    """Return times of streams beside long prompts, which come one after the other, and their mean time."""
 
     def prompt(length: int) -> list[int]:
         return draw.integers(16, vocab_size, length).tolist()
 
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=LIMIT_S) as client:
-        streams = [asyncio.create_task(stream(client, prompt(40), seed)) for seed in range(NUM_STREAMS)]
+        streams = [
+            asyncio.create_task(stream(client, prompt(40), num_new=STREAM_TOKENS, seed=seed))
+            for seed in range(NUM_STREAMS)
+        ]
         await asyncio.sleep(0.5)
         seconds = []
         while len(seconds) < num_long and not all(one.done() for one in streams):
             seconds.append(await long_prompt(client, prompt(LONG)))
-        gaps = np.array([gap for one in await asyncio.gather(*streams) for gap in one])
-    figures = {"gap_p50_s": float(np.quantile(gaps, 0.5)), "gap_p99_s": float(np.quantile(gaps, 0.99))}
-    return {**figures, "long_s": float(np.mean(seconds)) if seconds else 0.0}
+        ended = await asyncio.gather(*streams)
+    tokens, events = ([gap for one in ended for gap in one[place]] for place in range(2))
+    return {
+        "token_p50_s": float(np.quantile(tokens, 0.5)),
+        "token_p99_s": float(np.quantile(tokens, 0.99)),
+        "event_p99_s": float(np.quantile(events, 0.99)),
+        "long_s": float(np.mean(seconds)) if seconds else 0.0,
+    }
 
 
 def measure(serve: ServeProcess, *, repeats: int, vocab_size: int) -> list[dict[str, Any]]:
-    """Return figures without and with long prompts, by repeat; a first run is not counted."""
+    """Return times without and with long prompts, by repeat; a first run is not counted."""
     draw, rows = np.random.default_rng(0), []
     for repeat in range(repeats + 1):
         for num_long in (0, NUM_LONG):

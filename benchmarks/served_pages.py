@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, note, save
 from benchmarks.fleet_table import served_pages
+from benchmarks.prefill_served import stream
 from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
@@ -72,18 +72,12 @@ def ask(client: httpx.Client, prompt: list[int], num_new: int) -> dict[str, Any]
 
 
 async def beside(url: str, prompts: list[list[int]], draw: np.random.Generator, *, vocab_size: int) -> float:
-    """Return the median seconds between tokens of streams while prompts of one new token come and go."""
+    """Return the median seconds per token of streams while prompts of one new token come and go."""
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-
-        async def stream(prompt: list[int]) -> list[float]:
-            sampling = {"max_new_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
-            body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-            async with client.stream("POST", "/generate", json=body) as answer:
-                times = [time.perf_counter() async for line in answer.aiter_lines() if line.startswith("data: {")]
-            return np.diff(times).tolist()
-
+        beginnings = draw.integers(16, vocab_size, (NUM_STREAMS, PAGE_SIZE)).tolist()
         streams = [
-            asyncio.create_task(stream(draw.integers(16, vocab_size, PAGE_SIZE).tolist())) for _ in range(NUM_STREAMS)
+            asyncio.create_task(stream(client, prompt, num_new=STREAM_TOKENS, seed=seed))
+            for seed, prompt in enumerate(beginnings)
         ]
         await asyncio.sleep(0.2)
         for number in range(NUM_BESIDE):
@@ -92,11 +86,11 @@ async def beside(url: str, prompts: list[list[int]], draw: np.random.Generator, 
             sampling = {"max_new_tokens": 1, "temperature": 0}
             body = {"input_ids": prompts[number % len(prompts)], "sampling_params": sampling}
             (await client.post("/generate", json=body)).raise_for_status()
-        return statistics.median(gap for gaps in await asyncio.gather(*streams) for gap in gaps)
+        return statistics.median(gap for one in await asyncio.gather(*streams) for gap in one.tokens)
 
 
 def measure(engine: Engine, *, num_sessions: int, vocab_size: int, repeats: int) -> dict[str, Any]:
-    """Return computed tokens, traffic, and ratios of the streams' gaps."""
+    """Return computed tokens, traffic, and ratios of the streams' seconds per token."""
     draw = np.random.default_rng(0)
     prompts = [draw.integers(16, vocab_size, FIRST).tolist() for _ in range(num_sessions)]
     with running(create_api(ApiState(engine.loop, engine.tokenizer))) as url:
@@ -118,7 +112,7 @@ def measure(engine: Engine, *, num_sessions: int, vocab_size: int, repeats: int)
         "bytes_per_token": store.page_bytes / PAGE_SIZE,
         "pages_moved": moved,
         "restored_beside": after["host_pages_restored"] - before["host_pages_restored"],
-        "gap_ratios": rows,
+        "token_ratios": rows,
     }
 
 

@@ -184,7 +184,7 @@ def every_section() -> dict:
             ],
         },
         "served_pages": {
-            "sessions": 16, "computed": 1024, "ideal": 1024, "bytes_per_token": 4096.0, "gap_ratios": [1.0, 1.25, 1.5],
+            "sessions": 16, "computed": 1024, "ideal": 1024, "bytes_per_token": 4096.0, "token_ratios": [1.0, 1.25],
         },
         "prefill_apart": {
             "replica": "any", "long": 24_576, "link_gb_s": 10.0,
@@ -199,7 +199,7 @@ def every_section() -> dict:
             "kills": {"decode": {"kills": 20, "requests": 240, "lost": 0, "ids": 0, "rows": 0}},
             "runs": {
                 "apart": [
-                    {"num_long": number, "gap_p50_s": gap, "gap_p99_s": 2 * gap, "long_s": 0.5}
+                    {"num_long": number, "token_p50_s": gap, "token_p99_s": 2 * gap, "event_p99_s": gap, "long_s": 0.5}
                     for number, gap in ((0, 0.01), (4, 0.0125))
                 ]
             },
@@ -524,7 +524,7 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("served_sessions", "0.75 (0.75-0.75)"),
         ("agent_features", "1,250"),
         ("host_pages", "87.5%"),
-        ("served_pages", "1.25 (1.00-1.50)"),
+        ("served_pages", "1.12 (1.00-1.25)"),
         ("prefill_apart", "| 1.25 "),
         ("prefill_served", "1.25 (1.25-1.25)"),
         ("prefill_served", "| 240 "),
