@@ -244,7 +244,8 @@ class PageStore:
 def store_sizes(served: ServedModel, shapes: tuple[MovedShape, ...]) -> HostSizes:
     """Return the slots for each device of this host.
 
-    Raises: SettingsError if the host lacks the memory, if it holds no page, or if no prefix is cached.
+    Raises: SettingsError if the host lacks the memory, if it holds no page or no state of a prefix, or if no prefix is
+        cached.
     """
     cache, num_devices = served.settings.cache, len(served.config.plan.mesh.local_devices)
     if not cache.enable_prefix_caching:
@@ -257,6 +258,11 @@ def store_sizes(served: ServedModel, shapes: tuple[MovedShape, ...]) -> HostSize
     num_pages = (free - num_entries * entry_bytes) // page_bytes
     if num_pages < 1:
         raise SettingsError(f"host_cache_mib {cache.host_mib}: a page takes {page_bytes} bytes of each device")
+    if entry_bytes and num_entries < 1:
+        raise SettingsError(
+            f"host_cache_mib {cache.host_mib}: the states of a prefix take {entry_bytes} bytes of each device, and "
+            f"state_fraction {cache.state_fraction} leaves less; raise either"
+        )
     return HostSizes(num_pages, num_entries)
 
 

@@ -13,6 +13,7 @@ from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import ServedModel, runner_settings
 from rayserve_moe.execution.step.page_moves import moved_shapes
 from rayserve_moe.parallel.mesh import local_devices, plan_for
+from tests.support.models.families import family_case, write_family
 
 
 def served_with(**settings: object) -> ServedModel:
@@ -45,3 +46,10 @@ def test_less_than_a_page_is_refused():
     served = served_with(host_cache_mib=1, page_size=4096)
     with pytest.raises(SettingsError, match=r"host_cache_mib 1: a page takes \d+ bytes of each device"):
         store_sizes(served, moved_shapes(served.state(2), served.step_config(2)))
+
+
+def test_a_recurrent_model_without_memory_for_a_state_is_refused(tmp_path):
+    path = write_family(family_case("qwen3_5_moe_text-0"), tmp_path / "model", seed=5, dtype="bfloat16")
+    served = served_with(model_path=str(path), host_cache_mib=8, state_fraction=0.0, max_running_requests=2)
+    with pytest.raises(SettingsError, match=r"host_cache_mib 8: .* state_fraction 0.0 leaves less; raise either"):
+        store_sizes(served, moved_shapes(served.state(9), served.step_config(9)))
