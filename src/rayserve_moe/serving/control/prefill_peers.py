@@ -21,21 +21,20 @@ class PrefillPeers:
     def __init__(self, member: FleetMember, calls: FleetCalls) -> None:
         self._member, self._calls = member, calls
         self._asked: Counter[str] = Counter()
-        """Prompt tokens that each peer has not answered."""
+        """Prompt tokens that each peer has not answered; only the loop's thread writes it."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="prefill", daemon=True).start()
 
     def ask(self, request: PromptRequest, deliver: Callable[[Outcome], object]) -> bool:
         peers = sorted(self._member.view.prefill - {self._member.name})
-        if not peers:
-            return False
+        if peers:
+            asyncio.run_coroutine_threadsafe(self._ask(peers, request, deliver), self._loop)
+        return bool(peers)
+
+    async def _ask(self, peers: list[str], request: PromptRequest, deliver: Callable[[Outcome], object]) -> None:
+        outcome: Outcome = PushRefusedError(LOST)
         peer = min(peers, key=self._asked.__getitem__)
         self._asked[peer] += len(request.token_ids)
-        asyncio.run_coroutine_threadsafe(self._ask(peer, request, deliver), self._loop)
-        return True
-
-    async def _ask(self, peer: str, request: PromptRequest, deliver: Callable[[Outcome], object]) -> None:
-        outcome: Outcome = PushRefusedError(LOST)
         try:
             answer = await self._calls.ask_one(peer, "prefill", request, timeout_s=PREFILL_S)
             if answer is not None and answer.refusal is not None:
