@@ -3,11 +3,11 @@
     python -m benchmarks.agent_features [--ratios 0.5,1.1,3.3,10] [--ways arrival cached] [--seed 0]
         [--model qwen3-30b-a3b] [--topology v6e:2x4] [--data-ranks 4] [--out FILE.json]
 
-Sessions and pages are those of `benchmarks.host_pages`, for at most 200 s of simulated time. With one replica,
-`arrival` admits requests in order of arrival and `cached` in the product's order; `hints` ends sessions and asks for
-TTLs; `host memory` keeps evicted pages. With two replicas behind the router, and twice the sessions, both replicas of
-`two` compute prompts and tokens; in `apart` one replica computes long prompts for the other. Rates are per replica. The
-result file keeps its rows of other ratios and ways.
+Sessions are those of `benchmarks.agent_sessions` on a part of the pages, for at most 200 s of simulated time. With one
+replica, `arrival` admits requests in order of arrival and `cached` in the product's order; `hints` ends sessions and
+asks for TTLs; `host memory` keeps evicted pages. With two replicas behind the router, and twice the sessions, both
+replicas of `two` compute prompts and tokens; in `apart` one replica computes long prompts for the other. Rates are per
+replica. The result file keeps its rows of other ratios and ways.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from benchmarks.agent_sessions import LOADS, figures, measure_on_slice, ordered,
 from benchmarks.conditions import note
 from benchmarks.fleet_simulation import LIMITS
 from benchmarks.fleet_table import agent_features
-from benchmarks.host_pages import COPY_RATES, HOST_BYTES, RATIOS
 from benchmarks.prefill_apart import LINK_RATE, Beside
 from benchmarks.session_hints import hints_of
 from benchmarks.simulation.fleet import Seen, simulate
@@ -32,7 +31,9 @@ from benchmarks.simulation.slices import SliceReplica
 from rayserve_moe.scheduling.scheduler import StepLimits
 
 UNTIL_S = 200.0
-"""Maximum simulated seconds."""
+"""Maximum simulated seconds: at ten times the pool, sessions would otherwise take too long to simulate."""
+RATIOS = {0.5: (9, 4), 1.1: (20, 4), 3.3: (62, 4), 10.0: (62, 12)}
+"""Number of sessions, and the divisor of the pages, by the ratio of the sessions' tokens to the pool."""
 HINTS = "ttl+final:0.5:30"
 """Hint policy: the product's defaults for clients that send hints."""
 ONE = ("arrival", "cached", "hints", "host memory", "hints and host memory")
@@ -43,8 +44,7 @@ def play(way: str, ratio: float, *, found: SliceReplica, seed: int) -> tuple[See
     """Simulate one way at one ratio; return the simulation and the figures of its sessions."""
     count, divisor = RATIOS[ratio]
     limits = replace(LIMITS, num_data_ranks=found.num_data_ranks, num_pages=found.num_pages // divisor)
-    host = HostMemory(int(HOST_BYTES / (found.page_bytes * found.num_devices)), found.page_bytes / COPY_RATES[0])
-    hosted = host if "host memory" in way or way == "apart" else None
+    hosted = found.host_memory() if "host memory" in way or way == "apart" else None
     num_replicas = 1 if way in ONE else 2
     roots = list(sessions(LOADS["agents"], num_replicas * count, seed=seed))
     make = replica_maker(limits, found, way=way, host=hosted)

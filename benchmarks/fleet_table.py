@@ -9,9 +9,6 @@ from typing import Any
 from benchmarks.kill_clients import HANG, RESET
 from benchmarks.markdown import markdown_table
 
-SESSION_FIGURES = ("session, s", "good/s", "TTFT p50, s", "p99", "tokens/s", "cached")
-"""Headings of `_session_figures`."""
-
 
 def fleet_routing(measured: Mapping[str, Any]) -> str:
     """Render policies by number of replicas."""
@@ -126,55 +123,29 @@ def agent_sessions(measured: Mapping[str, Any]) -> str:
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
 
 
-def _session_figures(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        f"{row['session_mean_s']:.0f}",
-        f"{row['goodput_s']:.2f}",
-        f"{row['ttft_p50_s']:.2f}",
-        f"{row['ttft_p99_s']:.1f}",
-        f"{row['tokens_s']:,.0f}",
-        f"{row['hits']:.1%}",
-    )
-
-
 def agent_features(measured: Mapping[str, Any]) -> str:
     """Render sessions with each feature, by the ratio of their tokens to the pool."""
-    heading = ("tokens / pool", "way", "requests", *SESSION_FIGURES)
+    heading = (
+        *("tokens / pool", "way", "requests", "session, s", "good/s"),
+        *("TTFT p50, s", "p99", "tokens/s", "cached"),
+    )
     rows = [
         (
             f"{row['ratio']:.1f}",
             row["way"],
             f"{row['requests']:,}",
-            *_session_figures(row),
+            f"{row['session_mean_s']:.0f}",
+            f"{row['goodput_s']:.2f}",
+            f"{row['ttft_p50_s']:.2f}",
+            f"{row['ttft_p99_s']:.1f}",
+            f"{row['tokens_s']:,.0f}",
+            f"{row['hits']:.1%}",
         )
         for row in measured["rows"]
     ]
     title = (
         f"{measured['replica']}, the first {measured['until_s']:g} s; good: first token in 2 s, others in 50 ms on "
         "average; on simulated time"
-    )
-    return f"**{title}**\n\n{markdown_table(heading, rows)}"
-
-
-def host_pages(measured: Mapping[str, Any]) -> str:
-    """Render sessions without and with evicted pages in host memory, by the ratio of their tokens to the pool."""
-    heading = (
-        *("tokens / pool", "sessions", "copies", *SESSION_FIGURES),
-        *("offloaded", "restored", "computed"),
-    )
-    rows = [
-        (
-            f"{row['ratio']:.1f}",
-            row["sessions"],
-            row["copies"],
-            *_session_figures(row),
-            *(f"{row.get(f'host_pages_{name}', 0):,.0f}" for name in ("offloaded", "restored", "computed")),
-        )
-        for row in measured["rows"]
-    ]
-    title = (
-        f"{measured['replica']}, {measured['num_hosted']:,} pages of each data rank in host memory; good: first token "
-        "in 2 s, others in 50 ms on average; on simulated time"
     )
     return f"**{title}**\n\n{markdown_table(heading, rows)}"
 

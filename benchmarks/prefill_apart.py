@@ -26,9 +26,8 @@ from benchmarks.agent_sessions import measure_on_slice
 from benchmarks.conditions import note
 from benchmarks.fleet_simulation import LIMITS
 from benchmarks.fleet_table import prefill_apart
-from benchmarks.host_pages import HOST_BYTES
 from benchmarks.simulation.fleet import Asked, Seen, Simulation
-from benchmarks.simulation.replica import HostMemory, SimulatedReplica
+from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.slices import SliceReplica
 from benchmarks.simulation.workloads import SHAPES, Conversation, Shape, Turn, drawn
 from rayserve_moe.engine.extension import extension_of
@@ -38,8 +37,8 @@ from rayserve_moe.scheduling.host_pages import HostPages, page_names
 from rayserve_moe.scheduling.prefix_tree import TOKEN_BYTES
 from rayserve_moe.scheduling.sequence import Sequence
 
-COPY_RATE = LINK_RATE = 10e9
-"""Bytes per second between a chip and host memory, and between two replicas (of 25e9 that a host of v6e has)."""
+LINK_RATE = 10e9
+"""Bytes per second between two replicas, of 25e9 that a host of v6e has."""
 LONG, LONG_ANSWER = 24_576, 64
 APART = {"long apart": LIMITS.chunk_tokens, "all apart": LIMITS.page_size}
 """Maximum number of tokens of a prompt that the second replica computes."""
@@ -145,7 +144,7 @@ def load(shape: Shape, *, rate: float, every_s: float, seconds: float, seed: int
 def run(arguments: argparse.Namespace, found: SliceReplica) -> dict[str, Any]:
     """Simulate each way under each load."""
     limits = replace(LIMITS, num_data_ranks=found.num_data_ranks, num_pages=found.num_pages)
-    host = HostMemory(int(HOST_BYTES / (found.page_bytes * found.num_devices)), found.page_bytes / COPY_RATE)
+    host = found.host_memory()
     page_link_s = found.page_bytes * found.num_devices / found.num_data_ranks / LINK_RATE
     small = replace(limits, step_tokens=limits.step_tokens // 4, chunk_tokens=limits.chunk_tokens // 4)
     rows = []

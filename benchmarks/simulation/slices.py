@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.simulation.costs import EstimatedSteps
+from benchmarks.simulation.replica import HostMemory
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.config.settings import ExpertSettings
 from rayserve_moe.execution.weights.placing import model_config
@@ -23,6 +24,12 @@ from rayserve_moe.tools.plan_slice.candidates import (
 from rayserve_moe.tools.presets import read_config
 from rayserve_moe.tools.served_cases import devices_of, known_model
 
+HOST_BYTES = 512 << 30
+"""Bytes for pages, of the 1,536 GiB that a host of v6e has (docs.cloud.google.com/tpu/docs/v6e)."""
+COPY_RATE = 10e9
+"""Bytes per second between a chip and host memory. The link of a v6e is PCIe Gen5 (same page): 31.5e9 by 8 lanes, which
+is more than a thread copies."""
+
 
 @dataclass(frozen=True)
 class SliceReplica:
@@ -34,6 +41,10 @@ class SliceReplica:
     page_bytes: float
     """Bytes of a page on a device."""
     num_devices: int
+
+    def host_memory(self) -> HostMemory:
+        """Return a cache of evicted pages in the memory of the replica's host."""
+        return HostMemory(int(HOST_BYTES / (self.page_bytes * self.num_devices)), self.page_bytes / COPY_RATE)
 
 
 def slice_replica(name: str, topology: str, *, num_data_ranks: int, page_size: int, longest: int) -> SliceReplica:

@@ -176,13 +176,6 @@ def every_section() -> dict:
                  "ttft_p50_s": 0.56, "ttft_p99_s": 25.2, "tokens_s": 1301.0, "hits": 0.875}
             ],
         },
-        "host_pages": {
-            "replica": "any", "num_hosted": 10_000,
-            "rows": [
-                {"ratio": 3.3, "sessions": 250, "copies": "thread", "session_mean_s": 177.0, "goodput_s": 5.5,
-                 "ttft_p50_s": 0.56, "ttft_p99_s": 25.2, "tokens_s": 1301.0, "hits": 0.875, "host_pages_offloaded": 7.0}
-            ],
-        },
         "served_pages": {
             "sessions": 16, "computed": 1024, "ideal": 1024, "bytes_per_token": 4096.0, "token_ratios": [1.0, 1.25],
         },
@@ -523,7 +516,6 @@ def test_every_kind_of_result_has_tables_as_wide_as_their_headings():
         ("session_hints", "62.5%"),
         ("served_sessions", "0.75 (0.75-0.75)"),
         ("agent_features", "1,250"),
-        ("host_pages", "87.5%"),
         ("served_pages", "1.12 (1.00-1.25)"),
         ("prefill_apart", "| 1.25 "),
         ("prefill_served", "1.25 (1.25-1.25)"),
