@@ -34,7 +34,7 @@ from benchmarks.resuming_client import CutOffError, ResumingClient
 from benchmarks.serve_process import HOST, ServeProcess
 from rayserve_moe.checkpoints.synthetic import PRESETS
 
-NUM_STREAMS, STREAM_TOKENS, LONG, LONG_ANSWER, NUM_LONG = 6, 384, 3000, 8, 4
+NUM_STREAMS, STREAM_TOKENS, LONG, LONG_ANSWER, NUM_LONG = 6, 1024, 3000, 8, 4
 NUM_ASKED, ANSWER_TOKENS = 12, 200
 """Requests of a kill."""
 PROBE = 600
