@@ -138,6 +138,29 @@ def test_a_trainer_that_is_killed_between_two_buckets_changes_nothing(fleet, oth
 
 
 @pytest.mark.slow
+def test_a_trainer_that_is_interrupted_between_two_buckets_leaves_nothing_staged(fleet, other_checkpoint, monkeypatch):
+    """Over Ray: every replica drops the update at once, not after the ten minutes that it would wait for a bucket."""
+    before, call, staged = answered(fleet), Server.call, []
+    sent = load_file(other_checkpoint / "model.safetensors")
+
+    def interrupted(server: Server, name: str, *arguments: Any) -> Any:
+        if name == "stage":
+            if staged:
+                raise KeyboardInterrupt
+            staged.append(arguments)
+        return call(server, name, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Server, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            update_weights_over_ray(sent, weight_version="never", app="moe", bucket_bytes=10_000)
+    ((update_id, _, shares, _),) = staged
+    with pytest.raises(Refused, match="this update has ended"):
+        Server("moe").call("stage", update_id, 1, shares, None)
+    assert answered(fleet) == before
+
+
+@pytest.mark.slow
 def test_a_replica_that_starts_after_weights_were_sent_takes_them_from_another(fleet, checkpoint, other_checkpoint):
     """No disk has them. Then both are lost, one after the other: the last that had them from the trainer goes too."""
     update_weights_over_ray(load_file(other_checkpoint / "model.safetensors"), weight_version="sent", app="moe")

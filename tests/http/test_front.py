@@ -22,6 +22,13 @@ WAYS_TO_BE_SLOW = {
     "half a head": HEAD,
     "half a body": HEAD + b"Content-Length: 100\r\n\r\n{",
 }
+NOT_HTTP = {
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01",
+    "a method alone": b"GET\r\n\r\n",
+    "a header without a name": HEAD + b": x\r\n\r\n",
+    "two lengths": HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+    "a head that is too long": HEAD + b"X: " + b"x" * 1_000_000 + b"\r\n\r\n",
+}
 ANOTHER_SOURCE = "127.0.0.2"
 DEADLINE_S = 60.0
 AT_ONCE_S = 10.0
@@ -60,6 +67,20 @@ def test_a_request_that_does_not_come_is_given_up(sent: bytes, front: Front) -> 
         answer = rest_of(slow)
     assert time.monotonic() - started < DEADLINE_S
     assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=NOT_HTTP)
+def test_what_is_no_http_gets_a_page_of_the_front_and_reaches_no_replica(sent: bytes, front: Front) -> None:
+    """Its parser answers before any rule, so clients read no error object there."""
+    before = front.replica.num_unnamed
+    with connected(front) as connection:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it answers before it has read all
+            connection.sendall(sent)
+        answer = rest_of(connection)
+    is_reset = answer == b"" and sent is NOT_HTTP["a head that is too long"]
+    assert is_reset or (answer.startswith(b"HTTP/1.1 400 Bad request\r\n") and b"<html>" in answer)
+    assert front.replica.num_unnamed == before
+    assert health(front.port) == 200
 
 
 def test_a_source_with_all_its_connections_open_stops_nobody_else(front: Front) -> None:

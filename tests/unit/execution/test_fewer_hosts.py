@@ -7,7 +7,14 @@ from dataclasses import replace
 import jax
 import pytest
 
-from rayserve_moe.config.settings import CacheSettings, ModelSettings, ReplaySettings, SchedulerSettings, SettingsError
+from rayserve_moe.config.settings import (
+    CacheSettings,
+    CompileSettings,
+    ModelSettings,
+    ReplaySettings,
+    SchedulerSettings,
+    SettingsError,
+)
 from rayserve_moe.execution.fewer_hosts import Parts, pages_with_fewest, settings_of_any_size
 from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import RunnerSettings, ServedModel, served_model
@@ -36,6 +43,14 @@ def test_slots_divide_by_whatever_devices_are_left_and_nothing_else_changes(num_
     num_experts = SPEC.router.num_experts
     assert served.config.experts.num_redundant == -num_experts % num_devices
     assert (served.dtype, served.config.kernels) == (whole.dtype, whole.config.kernels)
+
+
+@pytest.mark.parametrize(("wanted", "taken"), [("auto", "off"), ("native", "native"), ("off", "off")])
+def test_kernels_that_pack_weights_are_taken_on_request_alone(wanted: str, taken: str) -> None:
+    """Weights that they packed cannot be cut for another number of hosts."""
+    settings = replace(SETTINGS, compile=CompileSettings(cpu_kernels=wanted))
+    found = settings_of_any_size(settings, spec=SPEC, plan=plan_for(jax.devices()[:1]))
+    assert found.compile.cpu_kernels == taken
 
 
 def test_pages_leave_memory_for_the_experts_of_lost_hosts() -> None:

@@ -11,11 +11,15 @@ import pytest
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.names import walk
 from rayserve_moe.checkpoints.open_shares import ShareBytes, WeightShare
+from rayserve_moe.checkpoints.synthetic import write_checkpoint
+from rayserve_moe.config.settings import CompileSettings
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights import share as weight_share
 from rayserve_moe.execution.weights.placing import load_weights, parameter_tree
 from rayserve_moe.execution.weights.share import ShareError, write_share
 from tests.support.experts.placements import random_placement
+from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.models.core import NATIVE_CORE_CONFIG
 from tests.unit.execution.test_staged_weights import loaded
 
 
@@ -122,6 +126,26 @@ def test_hosts_load_experts_where_a_placement_wants_them(core_checkpoint: Path) 
         for found, expected in zip(*map(jax.tree.leaves, (runner.weights, wanted)), strict=True):
             np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
     assert runner.placement is placement
+    share.close()
+
+
+@pytest.mark.parametrize("num_redundant", [0, 1])
+def test_weights_that_native_kernels_packed_are_cut_for_no_other_group(num_redundant: int, tmp_path: Path) -> None:
+    """A group of the same layout reads them; another one says so, and keeps the weights that it serves."""
+    need_native_kernels()
+    path = write_checkpoint(tmp_path, NATIVE_CORE_CONFIG)
+    native = CompileSettings(cpu_kernels="native")
+    writer, alike, other = (
+        loaded(path, mesh=mesh, compiling=native, num_redundant=num_redundant) for mesh in ((1, 1), (1, 1), (2, 1))
+    )
+    share = write_share("a", writer.weights, staged={}, by_slot=slot_paths(writer))
+    before = jax.tree.leaves(other.weights)
+    with pytest.raises(ShareError, match="is packed for the kernels of one device, and cannot be cut"):
+        other.load(spread=(share,))
+    assert all(found is kept for found, kept in zip(jax.tree.leaves(other.weights), before, strict=True))
+    alike.load(share=share)
+    for found, expected in zip(*(jax.tree.leaves(each.weights) for each in (alike, writer)), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
     share.close()
 
 

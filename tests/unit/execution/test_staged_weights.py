@@ -14,6 +14,7 @@ from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.checkpoints.synthetic import SyntheticModel, write_checkpoint
 from rayserve_moe.config.settings import (
     CacheSettings,
+    CompileSettings,
     ExpertSettings,
     ModelSettings,
     ReplaySettings,
@@ -44,6 +45,7 @@ def loaded(
     weight_roots: tuple[str, ...] = (),
     dtype: str = "auto",
     drafts_by: str = "off",
+    compiling: CompileSettings | None = None,
     **experts: Any,
 ) -> HostRunner:
     """A runner with weights and nothing compiled."""
@@ -53,6 +55,7 @@ def loaded(
         CacheSettings(num_pages=16),
         ReplaySettings(),
         ExpertSettings(**experts),
+        compile=compiling or CompileSettings(),
         speculation=SpeculationSettings(algorithm=drafts_by),
         updates=UpdateSettings(weight_roots=weight_roots),
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayserve_moe.fleet import choosing
-from rayserve_moe.fleet.choosing import UNPARSED, Choosing, Prompt
+from rayserve_moe.fleet.choosing import REPORTED_WITHIN_S, UNPARSED, Choosing, Prompt
 from rayserve_moe.fleet.load_average import AVERAGED_S, Load, LoadAverage, Report
 from rayserve_moe.fleet.page_log import ADDED, WEIGHTS, PageMessage
 from rayserve_moe.fleet.prefix_index import PrefixIndex
@@ -144,6 +144,16 @@ def test_short_requests_and_such_as_take_no_place_leave_a_replica_as_free_as_it_
     for turn in range(100):
         fleet.now = turn / 20  # at most four are not reported
         assert fleet.choose(prompt) == "b"
+
+
+def test_a_request_that_takes_no_place_counts_as_one_until_reports_would_include_it():
+    """It may send another elsewhere, and none is left without a replica."""
+    fleet, prompt = full_fleet((4, 5, 5, 5))
+    assert fleet.choose(prompt) == "a" and fleet.choosing.places.num_free("a", now=fleet.now) == 0
+    assert fleet.choose(prompt) in REPLICAS
+    fleet.now += REPORTED_WITHIN_S
+    assert fleet.choosing.places.num_free("a", now=fleet.now) == 1
+    assert fleet.choose(prompt) == "a"
 
 
 def test_a_replica_whose_feed_is_lost_is_not_taken_for_full():

@@ -1,18 +1,41 @@
-"""The connection to a journal ends when it is to, whatever it is doing."""
+"""The connection to a journal ends when it is to, whatever it is doing, and finds a journal that was started anew."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from rayserve_moe.fleet import journal_client
+from rayserve_moe.fleet.journal_client import JournalClient
 from rayserve_moe.fleet.journal_records import AskedRequest
+from tests.support.cluster.ports import free_port
 from tests.support.serving.http_client import wait_until
-from tests.support.serving.journal_server import OwnJournal
+from tests.support.serving.journal_server import KEY, OwnJournal
 
 WITHIN_S = 60.0
+ASKED = AskedRequest(
+    "/generate", b"{}", "", "", prompts=(b"\0\0\0\0",), seeds=(0,), choices=(1,), weight_version="0", adapters=("",)
+)
+COMMAND = [sys.executable, "-m", "rayserve_moe.fleet.journal", "--host", "127.0.0.1", "--port"]
+"""As it is started by hand where no start command does: on Kubernetes, and on several machines."""
+
+
+@contextlib.contextmanager
+def process_at(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a journal by its command; it is killed at the end."""
+    environment = os.environ | {"RAYSERVE_MOE_JOURNAL_KEY": KEY.decode()}
+    with subprocess.Popen([*COMMAND, str(port)], env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture
@@ -55,10 +78,33 @@ def test_one_that_is_stopped_does_not_say_that_the_journal_is_lost(journal, capl
 def test_a_replica_that_writes_nothing_knows_what_the_journal_keeps(journal):
     clients = [journal.client(epoch) for epoch in (1, 2)]
     wait_until(lambda: all(client.is_up for client in clients))
-    asked = AskedRequest(
-        "/generate", b"{}", "", "", prompts=(b"\0\0\0\0",), seeds=(0,), choices=(1,), weight_version="0", adapters=("",)
-    )
-    clients[0].open(b"x" * 16, asked)
+    clients[0].open(b"x" * 16, ASKED)
     wait_until(lambda: clients[1].statistics()["entries"] == 1)
     for client in clients:
+        client.link.stop()
+
+
+def test_a_journal_that_is_started_by_hand_needs_a_key():
+    environment = {name: value for name, value in os.environ.items() if name != "RAYSERVE_MOE_JOURNAL_KEY"}
+    ended = subprocess.run(
+        [*COMMAND, "1"], check=False, env=environment, capture_output=True, text=True, timeout=WITHIN_S
+    )
+    assert ended.returncode == 2 and "RAYSERVE_MOE_JOURNAL_KEY is not set" in ended.stderr
+
+
+def test_a_pod_that_takes_the_place_of_a_lost_one_keeps_what_still_runs():
+    """There is no standby: until the next one listens at the same address, the replica knows that it has none."""
+    port = free_port()
+    client = JournalClient(("127.0.0.1", port), key=KEY, epoch=1)
+    try:
+        with process_at(port):
+            wait_until(lambda: client.is_up, within_s=WITHIN_S)
+            client.open(b"x" * 16, ASKED)
+            wait_until(lambda: client.statistics()["entries"] == 1, within_s=WITHIN_S)
+        wait_until(lambda: not client.is_up, within_s=WITHIN_S)
+        with process_at(port):
+            wait_until(lambda: client.is_up and client.statistics()["entries"] == 1, within_s=WITHIN_S)
+            found = client.ask(b"x" * 16).result(WITHIN_S)
+            assert found is not None and list(found.records) == [ASKED.packed()]
+    finally:
         client.link.stop()
