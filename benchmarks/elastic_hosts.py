@@ -36,6 +36,7 @@ from rayserve_moe.balancing.planning import Proposal, rank_loads
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import set_environment_defaults, settings_from
+from rayserve_moe.engine.eplb.control import ShownLoads
 from rayserve_moe.serving.start.command import DEFAULTS
 
 NUM_HOSTS, NUM_TOKENS = 4, 40
@@ -76,12 +77,12 @@ class PlanWatch:
         """Of the last plan."""
         return self._control.history.records()[-1].moved_slots
 
-    def _note(self, proposal: Proposal, target: ExpertPlacement, *, step: int) -> None:
+    def _note(self, proposal: Proposal, target: ExpertPlacement, *, step: int, loads: ShownLoads) -> None:
         tokens, num_redundant = np.asarray(self._control.view().tokens), target.num_slots - target.num_experts
         bound = lower_bound(tokens, ep_size=target.ep_size, num_redundant=num_redundant)
         self.over_bounds.append((rank_loads(target, tokens).max(axis=1) / bound).mean())
         note(f"a plan from {tokens.sum(axis=1).mean():.0f} tokens a layer: {proposal.imbalance_before:.3f} of the mean")
-        self._begin(proposal, target, step=step)
+        self._begin(proposal, target, step=step, loads=loads)
 
 
 def balanced(engine: ReplicaEngine, watch: PlanWatch) -> list[list[Answer | str]]:
