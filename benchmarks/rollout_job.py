@@ -37,9 +37,9 @@ from benchmarks.serve_process import ENVIRONMENT, ServeProcess
 from benchmarks.table import tables
 from benchmarks.workloads import FIRST_PLAIN_ID
 from rayserve_moe.checkpoints.model_path import resolve_model_path
-from rayserve_moe.cluster.host_worker import limit_threads
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import default_cache_directory, set_environment_defaults, settings_from
+from rayserve_moe.execution.platforms import limit_threads
 from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.inprocess.running import run_to_end
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams

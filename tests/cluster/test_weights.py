@@ -45,8 +45,11 @@ from tests.cluster.test_hosts import (
     two_hosts,
 )
 from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
+from tests.support.engine.step_gate import unhurried
 
 UPDATED_WITHIN_S = 900.0
+STEP_S = 0.5
+"""Delay of each step while weights change. 65 steps remain then."""
 LONG = SamplingParams(max_new_tokens=90, temperature=0.0, ignore_eos=True)
 
 
@@ -109,7 +112,9 @@ def test_all_hosts_change_weights_between_the_same_two_steps(
             while len(result.token_ids) < 25:
                 result.add(next(deltas))
             ray.get([worker.__ray_call__.remote(_note_phase_of_change) for worker in group[0].workers])
-            outcome = loop.control.update_weights(WeightOrder(str(path), f"version {number}")).result(UPDATED_WITHIN_S)
+            order = WeightOrder(str(path), f"version {number}")
+            with unhurried(loop, delay_s=STEP_S):  # the request outlasts the update
+                outcome = loop.control.update_weights(order).result(UPDATED_WITHIN_S)
             assert outcome.success, outcome.message
             assert ray.get([worker.__ray_call__.remote(_noted) for worker in group[0].workers]) == [CHANGING] * 2
             for delta in deltas:
@@ -166,7 +171,8 @@ def test_hosts_are_sent_their_shares_while_a_request_runs(
             result = ChoiceResult()
             while len(result.token_ids) < 25:
                 result.add(next(deltas))
-            assert send(loop, sent(path), f"sent {path.name}").success
+            with unhurried(loop, delay_s=STEP_S):
+                assert send(loop, sent(path), f"sent {path.name}").success
             for delta in deltas:
                 result.add(delta)
             assert [version for _, version in result.weight_versions][-1] == f"sent {path.name}"

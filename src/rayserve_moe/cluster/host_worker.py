@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import numpy as np
 import ray
 
 from rayserve_moe.balancing.placement import ExpertPlacement
-from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.open_shares import SharePlace, open_share
 from rayserve_moe.cluster.channel import Address
 from rayserve_moe.cluster.fencing import HostProcess, this_process
@@ -26,12 +24,12 @@ from rayserve_moe.cluster.step_transport import listen_for_steps
 from rayserve_moe.cluster.weight_keepers import KeptShare, opened_here
 from rayserve_moe.cluster.worker_tensors import WorkerTensors
 from rayserve_moe.config.derive import sent_copies, server_platform
-from rayserve_moe.config.load import set_compiler_flag, set_environment_defaults
+from rayserve_moe.config.load import set_compiler_flag
 from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.execution.fewer_hosts import Parts, pages_beside_copies, pages_with_fewest, settings_of_any_size
 from rayserve_moe.execution.memory import free_bytes
 from rayserve_moe.execution.native_kernels import kernels_in_words
-from rayserve_moe.execution.platforms import check_platform
+from rayserve_moe.execution.platforms import check_platform, limit_threads
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.weights.placing import open_model
@@ -148,21 +146,6 @@ class HostWorker:
 
 
 RemoteHostWorker = ray.remote(HostWorker)
-
-
-ONE_THREAD_BYTES = 32 * 2**20
-"""Checkpoint size below which XLA gets a single thread of a CPU host.
-
-Splitting such short steps over threads costs CPU time and gains nothing.
-"""
-XLA_THREADS = "PJRT_NPROC"
-"""Environment variable of XLA's thread count (at least 1 per device). A value set by the user is kept."""
-
-
-def limit_threads(model_path: str | Path) -> None:
-    """Limit XLA to a single thread if the checkpoint is small. Call before jax touches a device."""
-    if open_checkpoint(model_path).num_bytes < ONE_THREAD_BYTES:
-        set_environment_defaults({XLA_THREADS: "1"})
 
 
 def limit_collectives(timeout_s: float) -> None:

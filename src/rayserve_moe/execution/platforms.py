@@ -1,4 +1,4 @@
-"""Check of the platform that computes against the requested one, and its line in the log."""
+"""Platform that computes: its check against the requested one, its line in the log, and XLA's threads on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jax
 
+from rayserve_moe.checkpoints.files import open_checkpoint
+from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.config.settings import SettingsError
 
 log = logging.getLogger(__name__)
@@ -33,3 +35,21 @@ def check_platform(devices: list[jax.Device], *, wanted: str, files: Path = Path
 def platform_in_words(devices: list[jax.Device]) -> str:
     """Return the number, the kind and the platform of devices, such as `1 x NVIDIA H200 (gpu)`."""
     return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
+
+
+ONE_THREAD_BYTES = 32 * 2**20
+"""Checkpoint size below which XLA gets a single thread of a CPU host.
+
+Splitting such short steps over threads costs CPU time and gains nothing.
+"""
+XLA_THREADS = "PJRT_NPROC"
+"""Environment variable of XLA's thread count (at least 1 per device). A value set by the user is kept."""
+
+
+def limit_threads(model_path: str | Path) -> None:
+    """Limit XLA to a single thread if the checkpoint is small. Call before jax touches a device.
+
+    The limit is for the whole process, later models and child processes included.
+    """
+    if open_checkpoint(model_path).num_bytes < ONE_THREAD_BYTES:
+        set_environment_defaults({XLA_THREADS: "1"})

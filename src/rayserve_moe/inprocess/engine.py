@@ -25,6 +25,7 @@ from rayserve_moe.checkpoints.bucket import (
 )
 from rayserve_moe.checkpoints.header import CheckpointError
 from rayserve_moe.checkpoints.model_path import located
+from rayserve_moe.config.derive import server_platform
 from rayserve_moe.config.given_files import is_url, one_line
 from rayserve_moe.config.load import default_cache_directory, settings_from
 from rayserve_moe.config.settings import SettingsError, UpdateSettings
@@ -34,7 +35,7 @@ from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.updates.adapters import adapter_order, load_fault, unload_fault
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.page_store import PageStore
-from rayserve_moe.execution.platforms import check_platform
+from rayserve_moe.execution.platforms import check_platform, limit_threads
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights.adapters import HostAdapters
 from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
@@ -64,7 +65,9 @@ class Engine:
         wanted = settings_from({"model_path": model_path, **settings})
         if wanted.parallel.num_hosts != 1:
             raise SettingsError("num_hosts must be 1 in one process; several hosts need Ray (serve run)")
-        describe_model(wanted)  # before a device is taken, so that an invalid model takes none
+        described = describe_model(wanted)  # before a device is taken, so that an invalid model takes none
+        if server_platform(wanted.cluster) == "cpu":
+            limit_threads(described.runner.model.path)
         parallel, devices = wanted.parallel, local_devices(wanted.parallel.devices_per_host)
         check_platform(devices, wanted=wanted.cluster.platform)
         wanted = settings_from({"model_path": model_path, **settings}, on_tpu=devices[0].platform == "tpu")

@@ -1,4 +1,4 @@
-"""What a worker tells XLA of a CPU host: threads for a small checkpoint, and how long collectives wait; users win."""
+"""What a worker or an engine tells XLA of a CPU host: threads for a small checkpoint, and how long collectives wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rayserve_moe.cluster.host_worker import ONE_THREAD_BYTES, XLA_THREADS, limit_collectives, limit_threads
+from rayserve_moe import Engine
+from rayserve_moe.cluster.host_worker import limit_collectives
+from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.execution.platforms import ONE_THREAD_BYTES, XLA_THREADS, limit_threads
 
 
 def checkpoint_of(directory: Path, num_bytes: int) -> Path:
@@ -35,6 +38,18 @@ def test_a_small_checkpoint_gets_one_thread(
     if set_by_user is None:
         monkeypatch.delenv(XLA_THREADS)
     limit_threads(checkpoint_of(tmp_path, num_bytes))
+    assert os.environ.get(XLA_THREADS) == threads
+
+
+@pytest.mark.parametrize(("platform", "threads"), [("auto", "1"), ("cpu", "1"), ("gpu", None)])
+def test_an_engine_limits_them_before_it_takes_a_device(
+    monkeypatch: pytest.MonkeyPatch, core_checkpoint: Path, platform: str, threads: str | None
+) -> None:
+    """As the worker of a server does: both then run the same programs."""
+    monkeypatch.setenv(XLA_THREADS, "")
+    monkeypatch.delenv(XLA_THREADS)
+    with pytest.raises((ValueError, SettingsError), match=r"devices are required|platform gpu"):
+        Engine(str(core_checkpoint), platform=platform, devices_per_host=1 if platform == "gpu" else 64)
     assert os.environ.get(XLA_THREADS) == threads
 
 
