@@ -108,6 +108,7 @@ class TokenGuide:
         self._matcher, self._rules, self._max_mask_ms = matcher, rules, max_mask_ms
         self._has_stops, self._no_eos, self._no_ends = bool(rules.stops.any()), ~rules.eos, ~(rules.eos | rules.stops)
         self._mask, self._rest = np.zeros((2, len(rules.eos)), np.int32)
+        self._nothing = bytes(self._mask.nbytes)
         self._address = self._mask.ctypes.data  # looking it up costs as much as a grammar step
         self._after = after
         self._num_consumed, self.last_ms, self._allowance_ms = 0, first_ms, max_mask_ms
@@ -149,8 +150,8 @@ class TokenGuide:
         is_withheld = num_outputs < rules.num_withheld
         if is_withheld or rules.ignores_eos:
             rest = np.bitwise_and(mask, self._no_ends if is_withheld else self._no_eos, self._rest)
-            if np.count_nonzero(rest):
+            if rest.tobytes() != self._nothing:  # a fraction of the time of numpy's own tests
                 return rest
-        if np.count_nonzero(mask):
+        if mask.tobytes() != self._nothing:
             return mask
         return STOP if matcher.is_stopped() else EMPTY

@@ -21,8 +21,9 @@ from rayserve_moe.requests.processor_arguments import NUM_RECENT
 from rayserve_moe.requests.reasoning_span import ReasoningSpan, ThinkingLimit
 from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestError
 from rayserve_moe.scheduling.plan_builder import Ending, Schedule
+from rayserve_moe.scheduling.record_copies import with_fields
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import Guide, Sequence
+from rayserve_moe.scheduling.sequence import NUM_TOKENS, Guide, Sequence
 from rayserve_moe.scheduling.step_plan import SampleMasks
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -195,7 +196,7 @@ class DeferredSampling(StepExtension):
         started = time.perf_counter()
         masks, endings = sample_masks(self._table, before)
         self._seconds += time.perf_counter() - started
-        return replace(schedule, plan=replace(schedule.plan, masks=masks), endings=tuple(endings))
+        return with_fields(schedule, plan=with_fields(schedule.plan, masks=masks), endings=tuple(endings))
 
     def statistics(self) -> dict[str, float]:
         """Return the seconds spent on masks."""
@@ -219,7 +220,8 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
         if rules.processed is not None:
             processing.append((sample, _processed(sequence, rules.processed)))
     for sample, sequence, guide in sorted(guided, key=lambda each: each[2].last_ms):
-        outputs = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_tokens]
+        state = sequence.state
+        outputs = state.token_ids[sequence.num_prompt_tokens : state.counters[NUM_TOKENS]]
         mask = guide.next_mask(outputs) if spent_ms < BUDGET_MS else OVER_BUDGET
         spent_ms += guide.last_ms
         if isinstance(mask, FinishReason):
@@ -248,9 +250,10 @@ def _processed(sequence: Sequence, given: np.ndarray) -> np.ndarray:
 
 def _held(table: RowTable, schedule: Schedule) -> Iterator[tuple[int, Sequence]]:
     """Yield the deferred samples of a step whose rows still have their owner, with their sequences."""
-    rows = schedule.sampling_rows
+    rows, sequences = schedule.sampling_rows, table.sequences
     is_own = table.generations[rows] == schedule.sampling_generations
-    for sample in np.flatnonzero(table.wants.are_held[rows] & is_own).tolist():
-        sequence = table.sequences[rows[sample]]
+    (samples,) = (table.wants.are_held[rows] & is_own).nonzero()
+    for sample, row in zip(samples.tolist(), rows[samples].tolist(), strict=True):
+        sequence = sequences[row]
         assert sequence is not None, "a row whose samples are held has a sequence"
         yield sample, sequence

@@ -58,6 +58,7 @@ from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
+from rayserve_moe.scheduling.record_copies import with_fields
 from rayserve_moe.scheduling.step_plan import PageMoves, StartReport, StepPlan, StepResult
 
 
@@ -277,9 +278,9 @@ class HostRunner:
         if "expert_counts_ME" in wanted:
             output = replace(output, expert_counts_ME=self.programs.read_counts(self._state.expert_counts_ME))
         probed = self._probe(output.hidden_TD, later.probes, shape.num_tokens) if later.probes else None
-        output = replace(only_wanted(output, wanted), probed=probed)
+        output = with_fields(only_wanted(output, wanted), probed=probed)
         if later.drafting is not None:
-            output = replace(output, drafts_NSK=self._draft_ahead(later.drafting.rows_NS))
+            output = with_fields(output, drafts_NSK=self._draft_ahead(later.drafting.rows_NS))
         return start_copies(output, is_needed=self._launches.copies_to_host)
 
     def _probe(

@@ -16,7 +16,8 @@ from rayserve_moe.execution.step.page_copies import copy_vectors
 from rayserve_moe.execution.step.pytrees import StepShape
 from rayserve_moe.replay.index_rows import unpacked_index
 from rayserve_moe.requests.records import IndexLayout
-from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, BlockWork, PageTableChanges, StepPlan
+from rayserve_moe.scheduling.record_copies import with_fields
+from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, BlockWork, Chunks, PageTableChanges, StepPlan
 
 _NO_TOKEN = 1 << 30
 """Number of a token beyond every step."""
@@ -243,20 +244,15 @@ class Packer:
 
     def _held(self, plan: StepPlan, packed: PackedStep) -> PackedStep:
         """Return the step without its samples, and with the inputs to draw them later."""
-        places = packed.sample_places
-        held = np.zeros((3, self._num_ranks * packed.shape.num_singles), np.int32)
+        chunks, num_ranks = plan.chunks, self._num_ranks
+        rows, ends, ids = _sampled(chunks)
+        assert ends.min(initial=1) > 0, "deferred samples need positions that the host knows"
+        held = np.zeros((3, num_ranks * packed.shape.num_singles), np.int32)
         held[0] = self.rows_per_rank
-        chunks = plan.chunks
-        samples = np.flatnonzero(chunks.samples)
-        rows, lengths = chunks.rows[samples], chunks.lengths
-        last = np.cumsum(lengths)[samples] - 1 if plan.has_blocks or chunks.num_forks else samples
-        assert (chunks.starts[samples] >= 0).all(), "deferred samples need positions that the host knows"
-        held[0, places] = rows if self._num_ranks == 1 else rows % self.rows_per_rank
-        held[1, places] = chunks.starts[samples] + lengths[samples]
-        held[2, places] = chunks.token_ids[last]
+        held[:, packed.sample_places] = rows if num_ranks == 1 else rows % self.rows_per_rank, ends, ids
         packed.vectors[:, self.layouts[packed.shape].slices.sample_rows] = self.rows_per_rank
-        by_rank = held.reshape(3, self._num_ranks, -1).swapaxes(0, 1)
-        return replace(packed, held=by_rank)
+        by_rank = held[None] if num_ranks == 1 else held.reshape(3, num_ranks, -1).swapaxes(0, 1)
+        return with_fields(packed, held=by_rank)
 
     def _on_ranks(self, counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums of `counts` over the previous chunks of the same rank, and over all chunks of each rank."""
@@ -275,6 +271,17 @@ class Packer:
             vector[at.change_rows][: len(rows)] = rows
             vector[at.change_indices][: len(rows)] = indices
             vector[at.change_pages][: len(rows)] = page_ids
+
+
+def _sampled(chunks: Chunks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return row, position of the new token, and last token of the chunks that sample, each [S]."""
+    rows, starts, ids = chunks.rows, chunks.starts, chunks.token_ids
+    has_one_each = len(ids) == len(rows) and not chunks.num_forks
+    if has_one_each and chunks.samples.all():
+        return rows, starts + 1, ids
+    samples = np.flatnonzero(chunks.samples)
+    last = samples if has_one_each else np.cumsum(chunks.lengths)[samples] - 1
+    return rows[samples], starts[samples] + chunks.lengths[samples], ids[last]
 
 
 def _fill_adapters(vectors: np.ndarray, slots: np.ndarray, ranks: np.ndarray, *, at: Sections) -> np.ndarray:

@@ -25,6 +25,7 @@ from rayserve_moe.parallel.sharding import gather_rows
 from rayserve_moe.requests.columns import wants_mask
 from rayserve_moe.requests.fields import MAX_LISTED_IDS, MAX_TOP_LOGPROBS
 from rayserve_moe.requests.processor_arguments import NOT_PROCESSED, NUM_RECENT
+from rayserve_moe.scheduling.record_copies import with_fields
 from rayserve_moe.scheduling.step_plan import SampleMasks, StepPlan
 
 NO_MASKS = SampleMasks(np.zeros(0, np.intp), np.zeros((0, 0), np.int32))
@@ -234,7 +235,7 @@ class HeldSamples:
         """Wait for the samples and return the step's output with them."""
         assert self.drawn is not None, "a plan with masks follows a step with deferred samples"
         drawn = self.drawn()
-        return replace(output, sampled_N3S=drawn.sampled_N3S, columns=drawn.columns)
+        return with_fields(output, sampled_N3S=drawn.sampled_N3S, columns=drawn.columns)
 
 
 def held_of(packed: PackedStep, plan: StepPlan, *, processors: Sequence[LogitProcessor]) -> HeldSamples:
