@@ -48,8 +48,8 @@ def test_an_engine_limits_them_before_it_takes_a_device(
     """As the worker of a server does: both then run the same programs."""
     monkeypatch.setenv(XLA_THREADS, "")
     monkeypatch.delenv(XLA_THREADS)
-    with pytest.raises((ValueError, SettingsError), match=r"devices are required|platform gpu"):
-        Engine(str(core_checkpoint), platform=platform, devices_per_host=1 if platform == "gpu" else 64)
+    with pytest.raises((ValueError, SettingsError), match=r"4 does not divide over 3 devices|platform gpu"):
+        Engine(str(core_checkpoint), platform=platform, devices_per_host=3)
     assert os.environ.get(XLA_THREADS) == threads
 
 
