@@ -31,6 +31,7 @@ from benchmarks.simulation.workloads import SHAPES, Conversation, Span, conversa
 from rayserve_moe.scheduling import scheduler
 from rayserve_moe.scheduling.rank_step import RankStep
 from rayserve_moe.scheduling.scheduler import Scheduler
+from rayserve_moe.scheduling.waiting_queue import WaitingQueue
 
 BEGIN_S, TOOL_S = 30.0, 4.0
 TTFT_S, TPOT_S = 2.0, 0.05
@@ -52,7 +53,10 @@ def ordered(order: str) -> Iterator[None]:
         """Admit the sequence that came first; return False if it has to wait."""
         return admit_next(self, steps, closed) and not closed
 
-    by_arrival = patch.object(scheduler, "next_to_admit", lambda waiting, cached_tokens: 0)
+    def first(waiting: WaitingQueue, *, cached_tokens: object, among: np.ndarray | None = None) -> int:
+        return 0 if among is None else int(among[0])
+
+    by_arrival = patch.object(scheduler, "next_to_admit", first)
     with by_arrival, patch.object(Scheduler, "_admit_next", first_come):
         yield
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable
 from itertools import takewhile
 
@@ -11,6 +10,7 @@ import numpy as np
 from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.rank_step import ChunkRun, RankStep
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence
+from rayserve_moe.scheduling.waiting_queue import WaitingQueue
 
 
 def fork_followers(step: RankStep, *, page_size: int) -> None:
@@ -74,15 +74,14 @@ def _take_row(rank: DataRank, sequence: Sequence, *, leader: Sequence, own_pages
     rank.prefilling.append(sequence)
 
 
-def release_followers(leader: Sequence, waiting: deque[Sequence]) -> None:
+def release_followers(leader: Sequence, waiting: WaitingQueue) -> None:
     """Queue the other choices of a request, which then find the prompt cached. Preempted sequences stay ahead."""
     group = leader.group
     followers, group.followers = [f for f in group.followers if f.finish is None], []
     if followers:
         num_preempted = sum(1 for _ in takewhile(lambda s: s.queue.num_to_recompute > 0, waiting))
-        waiting.rotate(-num_preempted)
-        waiting.extendleft(reversed(followers))
-        waiting.rotate(num_preempted)
+        for place, follower in enumerate(followers, num_preempted):
+            waiting.insert(place, follower)
 
 
 def cache_with_forks(rank: DataRank, sequence: Sequence, *, num_tokens: int) -> None:

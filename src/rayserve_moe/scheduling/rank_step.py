@@ -1,13 +1,9 @@
-"""Planning of a data-parallel rank's part of a step, and the choice of the next sequence to admit."""
+"""Planning of a data-parallel rank's part of a step."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Queued
 from dataclasses import dataclass
-from heapq import nlargest
-from itertools import islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -17,13 +13,6 @@ from rayserve_moe.scheduling.data_rank import DataRank
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, chunk_demand
 from rayserve_moe.scheduling.step_plan import MAX_FORCED_CHOICES, PREFILL_BLOCK_TOKENS, PageTableChanges
 from rayserve_moe.state.groups import EntryGroup, PageGroup
-
-CANDIDATES = 8
-"""Maximum waiting sequences of each kind to match before an admission."""
-MIN_PASSES, PASSES_PER_WAITING = 16, 1
-"""Times that others may be admitted before the sequence at the front: a minimum, and a number per waiting sequence.
-
-With more, evicted turns wait longer; with fewer, more turns are evicted, so that all wait (`docs/figures/fleet.md`)."""
 
 
 @dataclass(frozen=True)
@@ -302,38 +291,3 @@ class RankStep:
             return
         for place, page_of in enumerate(page_maps):
             self.pages.append(PageTableChanges(rows, indices * len(page_maps) + place, page_of[page_ids]))
-
-
-def queue_by_priority(waiting: deque[Sequence], sequence: Sequence) -> None:
-    """Queue a sequence after all sequences whose priority number is not larger."""
-    priority = sequence.request.priority
-    num_behind = sum(1 for _ in takewhile(lambda other: other.request.priority > priority, reversed(waiting)))
-    waiting.insert(len(waiting) - num_behind, sequence)
-
-
-def next_to_admit(waiting: Queued[Sequence], *, cached_tokens: Callable[[Sequence], int]) -> int:
-    """Return the index in `waiting` (not empty) of the sequence to admit next.
-
-    Among the sequences with the priority of the front, it is the first with the most cached tokens (longest prefix
-    match, as in SGLang). New conversations, which evict pages, thus wait until turns of known ones are served. To
-    prevent starvation, the front is admitted if it was preempted, or passed over PASSES_PER_WAITING times for each
-    waiting sequence.
-
-    Matching all sequences takes too long, so their last counts are kept (`QueueState.num_cached`). CANDIDATES each are
-    matched anew: at the front, never matched before, and with the most cached tokens. `cached_tokens` returns -1 for a
-    sequence that has to wait for others to end.
-    """
-    front, queue = waiting[0], waiting[0].queue
-    max_passes = max(MIN_PASSES, PASSES_PER_WAITING * len(waiting))
-    if len(waiting) == 1 or queue.num_to_recompute or queue.num_passed_over >= max_passes:
-        return 0
-    priority = front.request.priority
-    equals = list(takewhile(lambda s: s.request.priority == priority, waiting))
-    candidates = set(range(min(CANDIDATES, len(equals))))
-    if len(equals) > CANDIDATES:
-        known = [sequence.queue.num_cached for sequence in equals]
-        candidates.update(islice((place for place, count in enumerate(known) if count is None), CANDIDATES))
-        candidates.update(nlargest(CANDIDATES, range(len(equals)), key=lambda place: known[place] or 0))
-    for place in candidates:
-        equals[place].queue.num_cached = cached_tokens(equals[place])
-    return max(sorted(candidates), key=lambda place: equals[place].queue.num_cached or 0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from rayserve_moe.scheduling.forks import release_followers
 from rayserve_moe.scheduling.scheduler import Scheduler
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.scheduling.step_plan import AWAITED, StepPlan
+from rayserve_moe.scheduling.waiting_queue import WaitingQueue
 
 
 def give_up_step(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
@@ -28,12 +27,13 @@ def hold_back_all_but(scheduler: Scheduler, kept: list[Sequence]) -> None:
     """Admit only `kept` and new requests until `admit_all`. If `kept` is empty, admit all."""
     if kept:
         scheduler.held += [each for each in scheduler.waiting if each not in kept]
-        scheduler.waiting = deque(each for each in scheduler.waiting if each in kept)
+        scheduler.waiting = WaitingQueue(each for each in scheduler.waiting if each in kept)
 
 
 def admit_all(scheduler: Scheduler) -> None:
     """Return held sequences to the front of the queue."""
-    scheduler.waiting.extendleft(reversed(scheduler.held))
+    for sequence in reversed(scheduler.held):
+        scheduler.waiting.insert(0, sequence)
     scheduler.held = []
 
 

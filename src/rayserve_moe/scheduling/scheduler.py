@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, takewhile
 
 import numpy as np
 
@@ -16,13 +14,14 @@ from rayserve_moe.scheduling.data_rank import DataRank, num_found, running_adapt
 from rayserve_moe.scheduling.forks import PromptPins, cache_with_forks, fork_followers, release_followers
 from rayserve_moe.scheduling.page_events import PageEvents, WeightsNamed
 from rayserve_moe.scheduling.plan_builder import Schedule, build_schedule
-from rayserve_moe.scheduling.rank_step import RankStep, StepLimits, next_to_admit, queue_by_priority
+from rayserve_moe.scheduling.rank_step import RankStep, StepLimits
 from rayserve_moe.scheduling.row_table import RowTable
 from rayserve_moe.scheduling.sequence import NO_ROW, Sequence, record_weights
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.token_commit import NOT_FINITE, commit_probe, commit_tokens
 from rayserve_moe.scheduling.token_probe import probe_for
 from rayserve_moe.scheduling.verify_rows import Draft, add_decoding
+from rayserve_moe.scheduling.waiting_queue import WaitingQueue, next_to_admit
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Scheduler:
         ]
         for rank in self.ranks:
             rank.tree.max_protected = int(limits.protected_share * rank.allocator.num_usable)
-        self.open_ranks, self.waiting = self.ranks, deque[Sequence]()
+        self.open_ranks, self.waiting = self.ranks, WaitingQueue()
         self._pins = PromptPins(self.ranks)
         self.held: list[Sequence] = []
         self.captures_all = False
@@ -112,7 +111,7 @@ class Scheduler:
             record_weights(sequence, self.weight_version)
         if self._limits.protected_share:
             self._pins.add(choices)
-        queue_by_priority(self.waiting, leader)
+        self.waiting.add(leader)
 
     def schedule(self, *, draft: Draft | None = None) -> Schedule:
         """Plan the next step. The plan is empty if all running sequences wait for a step in flight.
@@ -207,7 +206,7 @@ class Scheduler:
         queue = sequence.queue
         queue.num_to_recompute = max(queue.num_to_recompute, num_computed)
         self._give_up_pages(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.insert(0, sequence)
 
     def flush(self) -> None:
         """Flush the prefix cache; running sequences keep their pages."""
@@ -231,10 +230,10 @@ class Scheduler:
         `closed`, and other sequences of the same priority may still be admitted to the other ranks.
         """
         steps = [step for step in steps if step.rank.free_rows]
-        waiting = self._waiting_for_others(closed) if closed else self.waiting
-        if not waiting or all(step.rank.index in closed for step in steps):
+        waiting, among = self.waiting, self._waiting_for_others(closed) if closed else None
+        if not (waiting if among is None else len(among)) or all(step.rank.index in closed for step in steps):
             return False
-        place = next_to_admit(waiting, cached_tokens=lambda each: self._rank_steps(each, steps)[0])
+        place = next_to_admit(waiting, cached_tokens=lambda each: self._rank_steps(each, steps)[0], among=among)
         sequence = waiting[place]
         _, ranked = self._rank_steps(sequence, steps)
         if not ranked:
@@ -247,20 +246,20 @@ class Scheduler:
             if step.admit(sequence):
                 if step.has_followers:
                     fork_followers(step, page_size=self._limits.page_size)
-                for passed_over in islice(waiting, place):
-                    passed_over.queue.num_passed_over += 1
-                self.waiting.remove(sequence)
+                for passed_over in range(place) if among is None else among[among < place].tolist():
+                    waiting[passed_over].queue.num_passed_over += 1
+                waiting.remove(sequence)
                 return True
             if step.is_full:
                 break
         closed.add(first)
         return True
 
-    def _waiting_for_others(self, closed: set[int]) -> list[Sequence]:
-        """Return the waiting sequences with the priority of the front, without those that wait for a closed rank."""
-        priority = self.waiting[0].request.priority if self.waiting else 0
-        equals = takewhile(lambda sequence: sequence.request.priority == priority, self.waiting)
-        return [sequence for sequence in equals if sequence.queue.awaited_rank not in closed]
+    def _waiting_for_others(self, closed: set[int]) -> np.ndarray:
+        """Return the places of sequences with the priority of the front, without those that wait for a closed rank."""
+        equals = range(self.waiting.num_equal if self.waiting else 0)
+        found = [place for place in equals if self.waiting[place].queue.awaited_rank not in closed]
+        return np.array(found, np.intp)
 
     def _rank_steps(self, sequence: Sequence, steps: list[RankStep]) -> tuple[int, list[RankStep]]:
         """Sort the steps that may take a sequence by the tokens that their ranks compute until its prompt is done.

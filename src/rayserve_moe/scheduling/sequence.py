@@ -117,8 +117,6 @@ class QueueState:
     """Number of times that others were admitted before it while it was at the front."""
     num_to_recompute: int = 0
     """Positions that were computed before a preemption."""
-    num_cached: int | None = None
-    """Cached tokens when they were last matched; None before."""
     awaited_rank: int | None = None
     """Rank that would have computed its prompt first at the last match; None before the first match."""
 

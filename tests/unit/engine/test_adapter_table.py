@@ -18,8 +18,8 @@ from rayserve_moe.engine.adapters import (
 from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.extension import ReplacedHosts
 from rayserve_moe.requests.records import GenerationRequest, SamplingParams, WeightsRefusedError
-from rayserve_moe.scheduling.rank_step import PASSES_PER_WAITING
 from rayserve_moe.scheduling.scheduler import Scheduler
+from rayserve_moe.scheduling.waiting_queue import PASSES_PER_WAITING
 from tests.support.engine.schedulers import Turns, one, scheduler
 
 BODY = np.arange(4, dtype=np.uint8)

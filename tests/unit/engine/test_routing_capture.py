@@ -183,7 +183,7 @@ def test_an_abort_while_it_waits_reports_what_was_kept():
     for other in blocker:
         captured.scheduler.add([other])
     captured.turn()
-    captured.scheduler.waiting.append(sequence)
+    captured.scheduler.waiting.add(sequence)
     routing = captured.abort(sequence)
     assert positions(routing) == list(range(13)) and routing.missing == ()
     assert steps(routing) == [0] * 9 + [1, 2, 3, 4] and routing.source == ((0, 13, "computed"),)

@@ -187,7 +187,9 @@ def test_a_reader_that_stops_reading_is_cut_off_and_holds_up_nobody(replica, mon
 def test_load_is_reported(replica):
     async def check(view: FleetView) -> None:
         await become(lambda: view.index.is_known("0"))
-        replica.scheduler.waiting.extend([SimpleNamespace(num_tokens=50, num_computed=0)] * 3)
+        for _ in range(3):
+            request = SimpleNamespace(priority=0)
+            replica.scheduler.waiting.add(SimpleNamespace(num_tokens=50, num_computed=0, request=request))
         await become(lambda: "0" in view.choosing._loads and view.choosing._loads["0"].queued_tokens == 150)
         assert view.choosing._loads["0"].num_choices == 3
 

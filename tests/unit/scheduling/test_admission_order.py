@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayserve_moe.scheduling.rank_step import (
+from rayserve_moe.scheduling.sequence import Sequence
+from rayserve_moe.scheduling.waiting_queue import (
     CANDIDATES,
     MIN_PASSES,
     PASSES_PER_WAITING,
+    UNMATCHED,
+    WaitingQueue,
     next_to_admit,
-    queue_by_priority,
 )
-from rayserve_moe.scheduling.sequence import Sequence
 from tests.support.engine.schedulers import Turns, one, scheduler
 
 
-def queue_of(*cached: int) -> tuple[deque[Sequence], dict[Sequence, int]]:
+def queue_of(*cached: int) -> tuple[WaitingQueue, dict[Sequence, int]]:
     """A queue, and how many tokens each in it finds cached."""
     sequences = [one(f"r{i}", 3) for i in range(len(cached))]
-    return deque(sequences), dict(zip(sequences, cached, strict=True))
+    return WaitingQueue(sequences), dict(zip(sequences, cached, strict=True))
 
 
-def place(waiting: deque[Sequence], cached: dict[Sequence, int]) -> int:
+def place(waiting: WaitingQueue, cached: dict[Sequence, int]) -> int:
     return next_to_admit(waiting, cached_tokens=cached.__getitem__)
 
 
@@ -111,13 +111,55 @@ def of_priority(name: str, priority: int) -> Sequence:
 
 @given(priorities=st.lists(st.integers(-2, 2), max_size=12))
 def test_who_waits_stands_by_priority_then_in_order_of_arrival(priorities: list[int]):
-    waiting: deque[Sequence] = deque()
+    waiting = WaitingQueue()
     for number, priority in enumerate(priorities):
-        queue_by_priority(waiting, of_priority(f"r{number}", priority))
+        waiting.add(of_priority(f"r{number}", priority))
     order = [int(sequence.request.request_id[1:]) for sequence in waiting]
     assert order == sorted(range(len(priorities)), key=lambda number: priorities[number])
 
 
 def test_a_cached_prompt_does_not_overtake_a_smaller_priority():
-    waiting = deque([of_priority("a", 0), of_priority("b", 0), of_priority("c", 1)])
+    waiting = WaitingQueue([of_priority("a", 0), of_priority("b", 0), of_priority("c", 1)])
     assert place(waiting, dict(zip(waiting, (0, 8, 64), strict=True))) == 1
+
+
+@given(changes=st.lists(st.tuples(st.sampled_from(["add", "first", "remove"]), st.integers(-2, 2)), max_size=200))
+def test_what_is_known_of_a_sequence_follows_it_through_the_queue(changes: list[tuple[str, int]]):
+    waiting, wanted, known = WaitingQueue(), list[Sequence](), dict[Sequence, int]()
+    for number, (change, value) in enumerate(changes):
+        if change == "remove" and wanted:
+            waiting.remove(wanted.pop(value % len(wanted)))
+        elif change != "remove":
+            sequence = of_priority(f"r{number}", value)
+            place = 0
+            if change == "add":
+                place = 1 + max((at for at, other in enumerate(wanted) if other.request.priority <= value), default=-1)
+            wanted.insert(place, sequence)
+            waiting.add(sequence) if change == "add" else waiting.insert(0, sequence)
+            assert waiting.num_cached[place] == UNMATCHED
+            waiting.num_cached[place] = known[sequence] = number
+        assert list(waiting) == wanted and waiting.num_cached.tolist() == [known[each] for each in wanted]
+        priorities = [each.request.priority for each in wanted]
+        changes_at = (place for place, other in enumerate(priorities) if other != priorities[0])
+        assert not wanted or waiting.num_equal == next(changes_at, len(wanted))
+
+
+@given(data=st.data())
+def test_candidates_are_the_front_the_unmatched_and_those_with_the_most(data: st.DataObject):
+    known = data.draw(st.lists(st.sampled_from([UNMATCHED, -1, 0, 16, 32, 48]), min_size=1, max_size=60))
+    places = range(len(known))
+    most = sorted(places, key=lambda place: 0 if known[place] == UNMATCHED else known[place], reverse=True)
+    unmatched = [place for place in places if known[place] == UNMATCHED]
+    wanted = {*places[:CANDIDATES], *unmatched[:CANDIDATES], *most[:CANDIDATES]}
+    waiting, matched = WaitingQueue(one(f"r{place}", 3) for place in places), []
+    waiting.num_cached[:] = known
+
+    def cached_tokens(sequence: Sequence) -> int:
+        matched.append(int(sequence.request.request_id[1:]))
+        return data.draw(st.integers(-1, 3))
+
+    found = next_to_admit(waiting, cached_tokens=cached_tokens)
+    assert set(matched) == (wanted if len(known) > 1 else set())
+    if matched:
+        counts = waiting.num_cached[matched].tolist()
+        assert found == matched[counts.index(max(counts))]

@@ -240,7 +240,7 @@ def test_lost_rows_and_waiting_sequences_with_pages_are_noticed():
     sequence = one("a", 3)
     target.add([sequence])
     target.schedule()
-    target.waiting.append(sequence)
+    target.waiting.add(sequence)
     with pytest.raises(AssertionError, match="a waiting sequence has a row"):
         target.check_integrity()
     target.waiting.clear()

@@ -81,7 +81,7 @@ def test_what_others_computed_meanwhile_is_cached_and_not_computed():
     target.waiting.clear()
     target.add([one("other", 30, num_new=1)])
     turns.finish()
-    target.waiting.append(first)
+    target.waiting.add(first)
     turns.finish()
     assert first.cache.origins == ((8, 28, "cached"),) and first.cache.num_cached == 0
 
