@@ -66,8 +66,8 @@ class Engine:
         if wanted.parallel.num_hosts != 1:
             raise SettingsError("num_hosts must be 1 in one process; several hosts need Ray (serve run)")
         described = describe_model(wanted)  # before a device is taken, so that an invalid model takes none
-        if server_platform(wanted.cluster) == "cpu":
-            limit_threads(described.runner.model.path)
+        if server_platform(wanted.cluster) == "cpu" and not is_url(path := described.runner.model.path):
+            limit_threads(path)
         parallel, devices = wanted.parallel, local_devices(wanted.parallel.devices_per_host)
         check_platform(devices, wanted=wanted.cluster.platform)
         wanted = settings_from({"model_path": model_path, **settings}, on_tpu=devices[0].platform == "tpu")
