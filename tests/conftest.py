@@ -96,7 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part",
         metavar="I/N",
-        help="run every Nth file only, or model of a file over families, in the order of names: N runs make the whole",
+        help="run every Nth file only, or model of a file over models, in the order of names: N runs make the whole",
     )
 
 
@@ -148,11 +148,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _part_group(item: pytest.Item) -> tuple[str, str]:
-    """What one part runs as a whole: a file, or of a file over families those of one model."""
+    """What one part runs as a whole: a file, or of a file over models those of one model."""
     callspec = getattr(item, "callspec", None)
     params = callspec.params if callspec else {}
-    case = params.get("case", params.get("served"))
-    return str(item.path), case.name if isinstance(case, FamilyCase) else ""
+    named = (params.get(name) for name in ("case", "served", "checkpoint"))
+    model = next((value for value in named if isinstance(value, FamilyCase | str)), "")
+    return str(item.path), model.name if isinstance(model, FamilyCase) else model
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
