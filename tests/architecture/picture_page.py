@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -38,6 +39,7 @@ def layers() -> list[list[str]]:
     return [re.findall(r"\w+", layer) for layer in stated]
 
 
+@cache
 def imports() -> set[tuple[str, str]]:
     """Which package imports which, as (importer, imported)."""
     found = set()

@@ -21,6 +21,8 @@ MAY_NAME = ("checkpoints/synthetic", "config/model_names.py", "config/parser_nam
 def names_in(text: str) -> set[str]:
     """Families that code names: in imports, names and strings, docstrings aside."""
     found: set[str] = set()
+    if not NAMED.search(text):
+        return found
     tree = ast.parse(text)
     docstrings = {
         id(statement.value)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from rayserve_moe.experts.balanced_layer import balanced_expert_selection, capacity_of
 from tests.support.experts.balanced_cases import Case, Shape, cases, make_scores, make_table
 from tests.support.experts.balanced_reference import oracle_capacity
+from tests.support.session.hypothesis_examples import examples
 
 FULL = Shape(512, 256, 8, 384, 16)
 RELAXED = settings(
@@ -27,7 +28,7 @@ def assert_as_defined(case: Case) -> None:
     assert kept_share == expected.kept_share and kept_share.dtype == np.float32
 
 
-@settings(RELAXED, max_examples=100)
+@settings(RELAXED, max_examples=examples(100).max_examples)
 @given(case=cases())
 def test_it_is_the_sequential_definition(case):
     assert_as_defined(case)

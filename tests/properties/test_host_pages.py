@@ -39,6 +39,7 @@ def turn_over(machine: SchedulerMachine, generator: np.random.Generator) -> None
         machine.books_are_right()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("windows", "entry_tokens"), [((0,), 0), ((0, 3, 21), 0), ((0, 16), 16)])
 def test_pages_come_back_as_they_went(windows: tuple[int, ...], entry_tokens: int, seed: int):

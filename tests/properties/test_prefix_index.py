@@ -267,6 +267,7 @@ class ForgetsSalts(PageLog):
         return super().publish([(rank, unsalted(change)) for rank, change in changes])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", [LosesRemoves, KeepsLockedPages, PublishesPrivatePages, ForgetsSalts])
 def test_the_law_finds_a_planted_fault(fault):
     class Damaged(IndexMachine):

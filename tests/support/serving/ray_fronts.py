@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import jinja2
 from ray.serve._private import haproxy
 from ray.serve._private.common import RequestProtocol
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions, gRPCOptions
 
+
+class KeptTemplates(jinja2.Environment):
+    """Compiles each of Ray's templates once: they take as long as all the rest of a configuration."""
+
+    @cache  # noqa: B019
+    def from_string(self, source: str) -> jinja2.Template:
+        return super().from_string(source)
+
+
+TEMPLATES = KeptTemplates()
 DIRECTORY = "/front"
 """Stands for the directory of the configuration in a recorded text."""
 
@@ -133,7 +145,7 @@ def ray_api(
 
 def write_ray_config(directory: Path, scenario: Scenario, **ports: Any) -> Path:
     """Have Ray write the configuration, and a script if there are routers; return its path."""
-    with patch.multiple(haproxy, **scenario.constants):
+    with patch.multiple(haproxy, **scenario.constants), patch.object(jinja2, "Environment", lambda: TEMPLATES):
         ray_api(directory, scenario, **ports)._generate_config_file_internal()
     return directory / "haproxy.cfg"
 

@@ -72,6 +72,7 @@ def test_logits_that_are_not_finite_are_still_found(logits: np.ndarray):
     assert not np.isfinite(changed[1]).all() and np.isfinite(changed[[0, 2]]).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", range(1, 5))
 def test_no_ngram_is_repeated(size: int):
     generator = np.random.default_rng(size)

@@ -11,7 +11,7 @@ from rayserve_moe.decoding.masks import mask_words, masked
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_words", [1, 31, 32, 33, 100, 512])
 def test_a_masked_word_has_the_lowest_logit_and_others_keep_theirs(num_words):
     generator = np.random.default_rng(num_words)
@@ -42,5 +42,5 @@ def test_parts_of_a_vocabulary_have_their_own_bits(num_words):
     run = jax.shard_map(
         lambda logits, mask: masked(logits, mask, part=part), mesh=mesh, in_specs=(parts, whole), out_specs=parts
     )
-    found = np.asarray(run(logits_SV, mask_SW))[:, :num_words]
+    found = np.asarray(jax.jit(run)(logits_SV, mask_SW))[:, :num_words]
     np.testing.assert_array_equal(found > 0, bits[:, :num_words] > 0)

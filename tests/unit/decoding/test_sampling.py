@@ -105,6 +105,7 @@ def test_min_p_of_one_keeps_every_likeliest_token():
     assert set(np.asarray(ids).tolist()) == {3, 8, 19}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 3.0])
 def test_logprobs_are_of_the_logits_over_temperature_before_truncation(temperature):
     logits = logits_of(12)
@@ -121,6 +122,7 @@ def test_temperature_zero_takes_the_largest_logit_ties_to_the_smaller_id():
     np.testing.assert_array_equal(ids, [logits[0].argmax(), 4, logits[2].argmax()])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-4])
 def test_a_tiny_temperature_is_nearly_greedy_and_its_logprob_finite(temperature):
     logits = logits_of(5) * 100
@@ -158,6 +160,7 @@ def test_neighbouring_seeds_choices_and_positions_are_independent():
     assert (drawn[0] == drawn[1]).sum() < 5 and (drawn[1] == drawn[2]).sum() < 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_with_logits_that_are_not_finite_are_named_and_spoil_no_other(bad, temperature):
@@ -172,6 +175,7 @@ def test_rows_with_logits_that_are_not_finite_are_named_and_spoil_no_other(bad, 
     np.testing.assert_array_equal(np.delete(logprobs_after, 2), np.delete(logprobs, 2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("most", [0, 1, 2, 5])
 def test_the_likeliest_tokens_fall_with_ties_to_the_smaller_id(most):
     """As many as any row wants."""

@@ -74,7 +74,7 @@ def batch(seed: int, *, truncated: bool, greedy: bool = False) -> SamplingBatch:
     return SamplingBatch(limits=limits, **{f"{name}_S": values for name, values in arrays.items()})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("kind", ["drawn", "truncated", "greedy"])
 def test_tokens_are_those_of_the_whole_with_their_ranks_and_likeliest_on_every_device(layout, kind):

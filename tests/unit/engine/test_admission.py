@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from rayserve_moe.engine.admission import MAX_HIDDEN_NUMBERS, check_request
-from rayserve_moe.requests.records import GenerationRequest, RequestError, RoutedExperts, RoutingLayout, SamplingParams
+from rayserve_moe.replay.index_rows import packed_index
+from rayserve_moe.requests.records import (
+    GenerationRequest,
+    IndexLayout,
+    RequestError,
+    RoutedExperts,
+    RoutingLayout,
+    SamplingParams,
+)
 from tests.support.devices.counting_executor import CARD
 
 LONGEST = 80
@@ -91,6 +99,25 @@ def test_routing_that_no_router_selects_is_refused(refused, message):
     with pytest.raises(RequestError, match=message) as caught:
         check_request(refused, ROUTED, max_tokens=LONGEST)
     assert caught.value.param == "forced_routed_experts"
+
+
+BLOCKS = replace(ROUTED, index=IndexLayout((0, 2), (1, 2), top_k=2, block_size=2))
+"""Two indexes that choose blocks of two tokens."""
+
+
+@pytest.mark.parametrize(
+    ("last", "message"), [([0, 1], ""), ([1, 0], "ascending blocks up to 1, then -1"), ([0, 2], "blocks up to 1")]
+)
+def test_a_block_after_the_own_one_is_refused(last: list[int], message: str):
+    chosen = np.tile(np.array([0, -1], np.int32), (3, 2, 1))
+    chosen[2, 1] = last
+    forced = replace(request(), forced_routing=RoutedExperts(ROWS, parts={"index": packed_index(chosen)}))
+    if not message:
+        check_request(forced, BLOCKS, max_tokens=LONGEST)
+        return
+    with pytest.raises(RequestError, match=f"row 2 must hold .*{message}") as caught:
+        check_request(forced, BLOCKS, max_tokens=LONGEST)
+    assert caught.value.param == "forced_indexer_topk"
 
 
 @pytest.mark.parametrize(("rows", "start"), [(ROWS, 0), (ROWS[:2], 0), (ROWS[:1], 2), (ROWS[:0], 2), (ROWS[:1], 1)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engine.host_runners import TWO_SHAPES, prepared_runner
+from rayserve_moe.execution.kernel_report import kernel_report
+from tests.support.engine.host_runners import TWO_SHAPES, new_runner, prepared_runner
 from tests.support.kernels.native_kernels import need_native_kernels
 
 
@@ -14,8 +15,12 @@ def test_a_cpu_has_one_implementation_of_every_operation(kernels, core_checkpoin
     if kernels == "cpu_native":
         need_native_kernels()
         values = {"cpu_kernels": "native", "dtype": "bfloat16"}
-    runner = prepared_runner(core_checkpoint, **TWO_SHAPES, compile_cache="off", **values)
-    report = runner.warm_up().kernels
+    report = kernel_report(new_runner(core_checkpoint, **TWO_SHAPES, **values).served)
     assert report["experts"] == "local"
     assert report["add_norm"] == report["expert_product"] == ("cpu_native" if kernels == "cpu_native" else "xla")
     assert report["attention gqa"] == kernels
+
+
+def test_a_start_has_the_report_of_its_kernels(core_checkpoint):
+    runner = prepared_runner(core_checkpoint, **TWO_SHAPES, cpu_kernels="off", dtype="float32")
+    assert runner.warm_up().kernels == kernel_report(runner.served)

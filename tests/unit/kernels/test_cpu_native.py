@@ -83,7 +83,8 @@ def test_packed_tables_give_back_their_rows():
     np.testing.assert_array_equal(found, calls.product(hidden, pack(table.T)))
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 8), (7, 32), (40, 200)])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(40, 200), (1, 8), (7, 32)])
 def test_norms_and_scores_are_those_of_jax_row_by_row(num_tokens, num_experts):
     generator = np.random.default_rng(num_tokens)
     rows, scale = draw(generator, num_tokens, 96), draw(generator, 96)
@@ -137,8 +138,8 @@ def test_angles_are_those_of_jax_position_by_position():
     np.testing.assert_array_equal(alone[1][0], found[1][3])
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("size", [1, 16, 1000, 2051])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("size", [1000, 1, 16, 2051])
 def test_masses_are_those_of_jax_whatever_other_rows_there_are(size):
     generator = np.random.default_rng(size)
     logits = jnp.asarray(4 * generator.standard_normal((9, size)), jnp.float32).at[5].set(jnp.nan)
@@ -158,7 +159,7 @@ def test_masses_are_those_of_jax_whatever_other_rows_there_are(size):
                 np.testing.assert_array_equal(ours, theirs[-count:])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spread", [0.0, 1.0, 40.0])
 @pytest.mark.parametrize("size", [1, 16, 1000, 20_011])
 def test_the_chosen_word_is_the_best_of_those_kept_with_its_noise(size, spread):
@@ -190,8 +191,8 @@ def test_no_word_is_chosen_of_a_part_that_cannot_have_it():
         np.testing.assert_array_equal(values, [value] * 2)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("size", [1, 16, 1000, 2051])
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("size", [1000, 1, 16, 2051])
 def test_noise_is_that_of_jax_row_by_row(size):
     generator = np.random.default_rng(size)
     numbers = [jnp.asarray(generator.integers(0, 2**32, 5, np.uint32)) for _ in range(3)]

@@ -60,6 +60,7 @@ def largest_difference(slots: np.ndarray, experts: LayerExperts, *, expected: La
     return float(np.abs(np.asarray(found - wanted, np.float32)[slots < SLOTS]).max(initial=0.0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SLOTS_OF_TOKENS)
 def test_every_row_is_multiplied_with_its_expert(name: str, dtype: str):
@@ -91,7 +92,7 @@ def test_experts_without_a_gate_have_two_products():
 @pytest.mark.parametrize(
     ("dtype", "has_blocks"),
     [
-        ("int8", False),
+        pytest.param("int8", False, marks=pytest.mark.slow),
         pytest.param("float8_e4m3fn", False, marks=pytest.mark.slow),
         pytest.param("int8", True, marks=pytest.mark.slow),
         ("float8_e4m3fn", True),
@@ -131,6 +132,7 @@ def planted(name: str) -> tuple[str, Any]:
     }[name]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", ["experts of another layer", "tiles that begin late"])
 def test_a_planted_fault_is_found(fault: str, monkeypatch):
     monkeypatch.setattr(grouped_experts, *planted(fault))

@@ -27,6 +27,7 @@ def drawn(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed + sum(shape)).standard_normal(shape), dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_tokens", [1, 5, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_read_the_matrices_of_one_layer(num_tokens: int, dtype: str):
@@ -108,7 +109,7 @@ class Heads:
         )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "heads",
     [
@@ -127,6 +128,7 @@ def test_fused_heads_are_projected_normed_rotated_and_written(heads: dict[str, A
     assert Heads(**heads).difference() <= (1e-2 if "dtype" in heads else 2e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("where", "fault"),
     [
@@ -171,6 +173,7 @@ def routed(num_experts: int, *, score: str, has_bias: bool, num_tokens: int = 7,
     return found, (ids, chosen / chosen.sum(-1, keepdims=True))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("num_experts", [8, 60, 128])

@@ -9,11 +9,11 @@ import pytest
 from rayserve_moe.kernels.gpu import tile_order
 
 CASES = {
-    "one row": (np.full((1, 1), 2), 4, 16),
     "any, and elsewhere": (np.random.default_rng(1).integers(0, 8, (50, 3)), 6, 16),
+    "one row": (np.full((1, 1), 2), 4, 16),
     "more than a tile of one": (np.where(np.random.default_rng(2).random((90, 2)) < 0.9, 1, 3), 4, 32),
-    "all elsewhere": (np.full((5, 2), 4), 4, 16),
     "many slots": (np.random.default_rng(3).integers(0, 128, (16, 8)), 128, 16),
+    "all elsewhere": (np.full((5, 2), 4), 4, 16),
     "an odd number of slots": (np.random.default_rng(4).integers(0, 60, (20, 4)), 60, 16),
 }
 
@@ -28,6 +28,7 @@ def both(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[np.ndarray, n
     return [(np.asarray(ours), np.asarray(theirs)) for ours, theirs in pairs]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_orders_as_xla(name: str, monkeypatch):
     for ours, theirs in both(name, monkeypatch):

@@ -39,7 +39,7 @@ def drawn(size: int, spread: float) -> tuple[jax.Array, Limits]:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @SIZES
 @SPREADS
 def test_the_same_tokens_are_kept(size: int, spread: float) -> None:
@@ -60,7 +60,7 @@ def test_rows_that_are_not_finite_change_no_other_row(value: float) -> None:
         np.testing.assert_array_equal(np.delete(ours, 5), np.delete(theirs, 5))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @SIZES
 @SPREADS
 def test_a_mask_has_the_kept_tokens_and_the_log_prob_among_them(size: int, spread: float) -> None:
