@@ -90,10 +90,10 @@ def publish(
     `groups` has the summary of each path by its tag, and `docs` the description of each field: by name, or by schema
     and name.
     """
-    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
 
     def description() -> dict[str, Any]:
         if not app.openapi_schema:
+            _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update({**definitions.get("$defs", {}), "Error": _ERROR})
