@@ -16,6 +16,7 @@ from rayserve_moe.inprocess.engine import Engine
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
 from tests.support.engine import step_gate
+from tests.support.engine.host_runners import shared_by_many
 from tests.support.engine.shared_settings import ONE_ROW, SERVED, write_served
 from tests.support.models.scripted import scripted_engine
 from tests.support.serving.http_client import ask
@@ -58,14 +59,18 @@ def poisoned_checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine(checkpoint):
-    with Engine(model_path=str(checkpoint), **SERVED) as engine:
+    with shared_by_many():
+        engine = Engine(model_path=str(checkpoint), **SERVED)
+    with engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def second_engine(checkpoint):
     """Another replica of `engine`."""
-    with Engine(model_path=str(checkpoint), **SERVED) as engine:
+    with shared_by_many():
+        engine = Engine(model_path=str(checkpoint), **SERVED)
+    with engine:
         yield engine
 
 
@@ -127,7 +132,7 @@ def small_http(small_url, small_engine):
 @pytest.fixture
 def unhurried(engine):
     """What is to be met while it runs still runs, however busy the machine is."""
-    with step_gate.unhurried(engine.loop):
+    with step_gate.unhurried(engine.loop, delay_s=0.02):
         yield
 
 

@@ -14,6 +14,7 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.kernels.table import CPU_NATIVE
 from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.host_runners import shared_by_many
 from tests.support.engine.outputs import Outcomes
 from tests.support.engine.run_requests import Way, run_alone
 from tests.support.engine.shared_settings import CORE, ONE_BUCKET
@@ -83,7 +84,7 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 @pytest.fixture(scope="session")
 def engine(engine_with: EngineStore) -> Engine:
     """Reference engine: one device, two decode buckets, several prefill buckets."""
-    with shapes_of_users():
+    with shapes_of_users(), shared_by_many():
         return engine_with.pinned(max_step_tokens=256, precompile_bs_paddings=[1, 16], structured_output=True)
 
 
@@ -91,7 +92,8 @@ def engine(engine_with: EngineStore) -> Engine:
 def two_ranks(engine_with: EngineStore) -> Engine:
     """Two data ranks of one device each, which are driven `ON_TWO_RANKS`."""
     wide = {"devices_per_host": 2, "data_parallel_size": 2}
-    return engine_with.pinned(**ONE_BUCKET, **wide, structured_output=True, **SHOWN)
+    with shared_by_many():
+        return engine_with.pinned(**ONE_BUCKET, **wide, structured_output=True, **SHOWN)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.requests.records import Constraint, GenerationRequest, RequestError
 from tests.pipelines.conftest import ON_TWO_RANKS, EngineStore
+from tests.support.engine.host_runners import shared_by_many
 from tests.support.engine.outputs import LOGPROB_TOLERANCE, Outcomes, assert_all_same
 from tests.support.engine.run_requests import Way, preempt_every, run_alone, run_together
 from tests.support.engine.sampling_reference import log_softmax
@@ -43,6 +44,8 @@ def asking() -> list[GenerationRequest]:
 
 @pytest.fixture(scope="module")
 def processing(engine_with: EngineStore) -> Iterator[Engine]:
+    with shared_by_many():
+        engine_with(**SPECULATES)
     with engine_with.held(**SPECULATES) as engine:
         yield engine
 

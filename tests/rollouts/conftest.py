@@ -14,6 +14,7 @@ from rayserve_moe import Engine
 from rayserve_moe.config.settings import ServerSettings
 from rayserve_moe.serving.api_state import ApiState
 from rayserve_moe.serving.http import create_api
+from tests.support.engine.host_runners import shared_by_many
 from tests.support.engine.shared_settings import SERVED, write_served
 from tests.support.serving.http_server import KEY, running
 
@@ -74,7 +75,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def engine(checkpoint: Path) -> Iterator[Engine]:
-    with Engine(str(checkpoint), **SERVED) as engine:
+    with shared_by_many():
+        engine = Engine(str(checkpoint), **SERVED)
+    with engine:
         yield engine
 
 

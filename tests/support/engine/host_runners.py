@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.requests.records import ModelCard
 from tests.support.engine.run_requests import Way
 from tests.support.models.core import NUM_PAGES, PAGE_SIZE
-from tests.support.session.xla_flags import OPTIMIZED
+from tests.support.session.xla_flags import OPTIMIZED, QUICK_FLAGS, SHARED
 
 TWO_SHAPES: dict[str, Any] = {
     "max_running_requests": 16,
@@ -40,6 +41,16 @@ WAY = Way(num_rows=16, step_tokens=32, chunk_tokens=32)
 def optimized() -> Iterator[None]:
     """Compile what starts inside as for users. It may not share a folder of programs with what is compiled quickly."""
     with patch.dict(COMPILER_OPTIONS_OF_PLATFORM, cpu=OPTIMIZED):
+        yield
+
+
+@contextmanager
+def shared_by_many() -> Iterator[None]:
+    """Compile what starts inside by `SHARED`, where programs are compiled quickly."""
+    if QUICK_FLAGS not in os.environ["XLA_FLAGS"]:
+        yield
+        return
+    with patch.dict(COMPILER_OPTIONS_OF_PLATFORM, cpu=SHARED):
         yield
 
 
