@@ -66,6 +66,7 @@ def test_a_replay_has_the_log_probs_of_the_run_and_an_altered_choice_is_seen(eng
         assert abs(other[position] - theirs[position]) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_block_after_the_own_one_is_refused(engine: Engine, answers: list[dict]):
     rows = extract_indexer_topk_from_meta_info(answers[0])[:5]
     rows[4, 3, :2] = [0, 1]

@@ -63,7 +63,7 @@ def answer_of(engine: Engine) -> list[int]:
     return answer["output_ids"]
 
 
-@pytest.mark.parametrize("num_examples", [30, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [12, pytest.param(3000, marks=pytest.mark.slow)])
 def test_a_mutated_checkpoint_is_refused_or_is_the_same(
     changing: Engine, core_checkpoint: Path, tmp_path: Path, num_examples: int
 ) -> None:

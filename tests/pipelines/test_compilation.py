@@ -55,7 +55,7 @@ def random_request(generator: np.random.Generator, number: int) -> GenerationReq
     )
 
 
-@pytest.mark.parametrize("num_requests", [50, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_for_random_requests(engine: Engine, num_requests: int):
     # Other engines of this process may have started since; their compilations are in this count.
     before = engine.runner.num_compilations_since_start

@@ -21,13 +21,20 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "program", ["kernels.ragged_exchange", pytest.param("experts.moe_layer", marks=pytest.mark.slow)]
+    ("program", "num_cases"),
+    [
+        ("kernels.ragged_exchange", ["20"]),
+        pytest.param("kernels.ragged_exchange", ["200"], marks=pytest.mark.slow),
+        pytest.param("experts.moe_layer", [], marks=pytest.mark.slow),
+    ],
 )
-def test_two_processes_get_what_the_definition_says(program, environment):
+def test_two_processes_get_what_the_definition_says(program, num_cases, environment):
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", f"tests.support.{program}", address]
     processes = [
-        subprocess.Popen([*command, str(i), str(NUM_PROCESSES)], env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(i), str(NUM_PROCESSES), *num_cases], env=environment, stderr=subprocess.PIPE, text=True
+        )
         for i in range(NUM_PROCESSES)
     ]
     try:

@@ -39,11 +39,11 @@ NATIVE = {"dtype": "bfloat16", "cpu_kernels": "native", "enable_return_routed_ex
 Turns = list[tuple[list[GenerationRequest], Outcomes]]
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("deepseek_v3-0", "gpt_oss-0", "deepseek_v32-0", "nemotron_h-0")
+    for name in ("qwen3_moe-0", "deepseek_v3-0", "gpt_oss-0", "deepseek_v32-0", "nemotron_h-0")
 ]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe-0", "qwen3_5_moe_text-0", *SLOW])
+@pytest.fixture(scope="module", params=["qwen3_5_moe_text-0", *SLOW])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_native_kernels()
     case = family_case(request.param)

@@ -23,7 +23,7 @@ from rayserve_moe.requests.finish_reason import FinishReason
 from rayserve_moe.requests.records import GenerationRequest, ModelCard
 from rayserve_moe.scheduling.sequence import Sequence
 from rayserve_moe.state.entries import NO_ENTRY, EntryState
-from tests.support.engine.host_runners import card_of, new_runner, prepared_runner
+from tests.support.engine.host_runners import card_of, new_runner, prepared_runner, shared_by_many
 from tests.support.engine.outputs import Outcomes, assert_all_same
 from tests.support.engine.run_requests import (
     Way,
@@ -73,7 +73,8 @@ def card(checkpoint: Path) -> ModelCard:
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: Path) -> HostRunner:
-    return prepared_runner(checkpoint, **SIZES)
+    with shared_by_many():
+        return prepared_runner(checkpoint, **SIZES)
 
 
 def prompts_of(*lengths: int, seed: int = 0, num_new: int = 20) -> list[GenerationRequest]:
@@ -261,7 +262,8 @@ def test_what_is_cached_are_states_of_tokens(runner: HostRunner, card: ModelCard
     cycle.scheduler.flush()
 
 
-@pytest.mark.parametrize("page_size", [4, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [4, 128])
 def test_pages_may_be_shorter_and_longer_than_the_grid(checkpoint: Path, card: ModelCard, page_size: int):
     """sglang#14560, #12007: states are cached with pages of one token only.
 

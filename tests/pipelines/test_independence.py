@@ -31,7 +31,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_outputs_do_not_depend_on_scheduling(engine: Engine, alone: Outcomes, way: Way):
     assert_all_same(run_together(engine.runner, engine.card, mixed_workload(), way=way), alone)

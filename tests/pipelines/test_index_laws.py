@@ -180,6 +180,7 @@ def is_long_and_greedy(request: GenerationRequest) -> bool:
     return len(request.prompt_ids) > ALTERED and request.sampling.temperature == 0 < request.sampling.max_new_tokens
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [1, 7, 13])
 def test_a_request_of_a_lost_replica_goes_on_with_the_same_bits(
     runner: HostRunner, card: ModelCard, alone: Outcomes, count: int

@@ -35,7 +35,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def started(checkpoint: Path, **settings: Any) -> Iterator[Engine]:
     """An engine whose programs only those of this file share, and a few shapes that it may begin without."""
-    native = {"cpu_kernels": "native", "enable_return_routed_experts": True, "num_pages": 64}
+    native = {
+        "cpu_kernels": "native",
+        "enable_return_routed_experts": True,
+        "num_pages": 64,
+        "structured_output": False,
+    }
     sizes = {"max_running_requests": 16, "precompile_bs_paddings": [1, 8, 16], "max_step_tokens": 64}
     kept = {"compile_cache": str(checkpoint.parent / "programs")}
     with shapes_of_users(), Engine(str(checkpoint), max_model_len=512, **sizes, **native, **kept, **settings) as engine:

@@ -14,7 +14,7 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.engine.eplb.steps import EplbSteps
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.model.layers.moe import slot_specs
-from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, new_runner, prepared_runner
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, loaded_runner, new_runner, prepared_runner
 from tests.support.engine.outputs import Outcomes, assert_all_same, assert_identical
 from tests.support.engine.run_requests import Way, run_alone, run_together
 from tests.support.engine.workload import mixed_workload
@@ -54,8 +54,15 @@ def settings(form: str, kernel_settings: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def narrow(checkpoint: Path, settings: dict[str, str]) -> HostRunner:
-    return runner_with(checkpoint, **settings)
+def loaded(checkpoint: Path, settings: dict[str, str]) -> HostRunner:
+    """A runner that has its weights, and no program yet."""
+    return loaded_runner(checkpoint, **TWO_SHAPES, enable_return_routed_experts=True, **settings)
+
+
+@pytest.fixture(scope="module")
+def narrow(loaded: HostRunner) -> HostRunner:
+    loaded.prepare(TWO_SHAPES["num_pages"])
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -100,25 +107,25 @@ def test_blocks_have_the_bits_of_what_native_kernels_hold_in_bfloat16(form, narr
 
 
 @FLOAT32
-def test_they_take_a_quarter_of_float32_and_the_pool_gets_the_rest(checkpoint, narrow):
+def test_they_take_a_quarter_of_float32_and_the_pool_gets_the_rest(checkpoint, loaded):
     """Weights per device, as staging counts them, and what waits for a swap."""
     wide = new_runner(checkpoint, **TWO_SHAPES)
-    arrays = slot_arrays(narrow)
+    arrays = slot_arrays(loaded)
     num_scales = sum(array.size for array in arrays.values() if array.dtype == np.float32)
     num_weights = sum(array.size for array in arrays.values() if array.dtype.itemsize == 1)
-    freed = wide.staged.bytes_per_device - narrow.staged.bytes_per_device
+    freed = wide.staged.bytes_per_device - loaded.staged.bytes_per_device
     assert freed == 3 * num_weights - 4 * num_scales > 0
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(narrow.weights.params)) == narrow.staged.bytes_per_device
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.weights.params)) == loaded.staged.bytes_per_device
 
 
 @pytest.mark.parametrize("spare", [1 << 60, 0])
-def test_an_update_to_the_same_weights_leaves_every_bit(narrow, checkpoint, other_checkpoint, spare):
+def test_an_update_to_the_same_weights_leaves_every_bit(loaded, checkpoint, other_checkpoint, spare):
     """After one to others, which are quantised as those are that are served."""
-    before = slot_arrays(narrow)
+    before = slot_arrays(loaded)
     for path, is_same in ((other_checkpoint, False), (checkpoint, True)):
-        narrow.staged.read(str(path), spare=spare)
-        narrow.weights = narrow.staged.take(narrow.weights)
-        after = slot_arrays(narrow)
+        loaded.staged.read(str(path), spare=spare)
+        loaded.weights = loaded.staged.take(loaded.weights)
+        after = slot_arrays(loaded)
         assert all((after[name] == array).all() == is_same for name, array in before.items())
         assert {name: array.dtype for name, array in after.items()} == {k: v.dtype for k, v in before.items()}
 

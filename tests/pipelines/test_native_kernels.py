@@ -56,10 +56,7 @@ CALCULATOR = "calculator"
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=pytest.mark.slow if name in ("tied", CALCULATOR) else ())
-        for name in (*MODELS, CALCULATOR)
-    ],
+    params=[pytest.param(name, marks=pytest.mark.slow if name != "latent" else ()) for name in (*MODELS, CALCULATOR)],
 )
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_native_kernels()

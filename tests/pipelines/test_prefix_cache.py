@@ -39,7 +39,7 @@ def salted(request: GenerationRequest, salt: str) -> GenerationRequest:
     return replace(request, cache_salt=salt)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [Way(), Way(overlaps=False), Way(chunk_tokens=7, num_rows=3)], ids=str)
 def test_the_second_run_finds_the_prompts_of_the_first_and_comes_to_the_same(engine: Engine, alone: Outcomes, way: Way):
     cycle, kept = cycle_for(engine.runner, engine.card, way), kept_tokens(engine.runner)
@@ -75,7 +75,7 @@ def test_a_conversation_finds_the_answers_it_got(engine: Engine):
     assert expected["turn3", 0].num_cached == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("intervene", [None, preempt_every(6)], ids=["", "preemption"])
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_pool_too_small_for_all_prefixes_keeps_some_and_serves_all(
@@ -131,7 +131,7 @@ def test_without_prefix_caching_only_the_choices_of_a_request_share(engine: Engi
         assert cycle.scheduler.ranks[0].tree.num_cached_pages == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("flushed_at", [1, 2, 6, 20])
 def test_a_flush_forgets_what_was_computed_before_it_and_disturbs_nobody(
     engine: Engine, alone: Outcomes, flushed_at: int

@@ -65,7 +65,7 @@ def test_scores_are_log_probs_of_the_logits(engine: Engine, alone: Outcomes):
                 np.testing.assert_allclose(scores["top_logprobs"], at_ids, rtol=0, atol=tolerance)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_scores_do_not_depend_on_scheduling(engine: Engine, alone: Outcomes, way: Way):
     assert_all_same(scored_among_others(engine, alone, way), alone)

@@ -111,6 +111,7 @@ def test_an_isolated_run_chooses_what_plain_numpy_chooses(uncached: Outcomes, re
     tally.check()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WAYS)
 def test_the_way_does_not_show(name: str, engine: Engine, uncached: Outcomes):
     assert_same_routing(WAYS[name](engine, workload()), uncached)
@@ -138,12 +139,13 @@ def assert_same_routing(found: Outcomes, wanted: Outcomes) -> None:
         assert routing_of(outcome).rows.tobytes() == routing_of(wanted[key]).rows.tobytes()
 
 
-@pytest.mark.parametrize("choice", range(4))
-def test_each_of_four_choices_has_the_rows_of_its_own_tokens(choice: int, engine: Engine):
+def test_each_of_four_choices_has_the_rows_of_its_own_tokens(engine: Engine):
     request = workload()[-1]
-    outcome = run_together(engine.runner, engine.card, workload())[request.request_id, choice]
-    again = fed_again(engine, tokens_of(request, outcome))
-    assert again.rows[:-1].tobytes() == routing_of(outcome).rows.tobytes()
+    found = run_together(engine.runner, engine.card, workload())
+    for choice in range(4):
+        outcome = found[request.request_id, choice]
+        again = fed_again(engine, tokens_of(request, outcome))
+        assert again.rows[:-1].tobytes() == routing_of(outcome).rows.tobytes()
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -186,6 +188,7 @@ def check_pieces(request: GenerationRequest, result: ChoiceResult, pieces: list[
     assert result.routing is not None and result.routing.rows.tobytes() == joined.tobytes()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("turn_tokens", [1, 17, 40])
 def test_turns_spliced_by_start_are_one_whole_answer(engine: Engine, turn_tokens: int):
     """The last token of a turn is fed in the next one: so each begins at the row that the one before could not have."""
@@ -209,6 +212,7 @@ def test_turns_spliced_by_start_are_one_whole_answer(engine: Engine, turn_tokens
     assert np.concatenate(pieces).astype(layout.dtype).tobytes() == fed_again(engine, token_ids).rows[:-1].tobytes()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("aborted_at", [1, 3, 11, 30])
 @pytest.mark.parametrize("flushes", [True, False])
 def test_aborted_and_continued_is_as_if_never_aborted(engine: Engine, aborted_at: int, flushes: bool):
@@ -235,6 +239,7 @@ def test_aborted_and_continued_is_as_if_never_aborted(engine: Engine, aborted_at
     assert begun.routing.rows[:num_known].tobytes() == whole.rows[:num_known].tobytes()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way",
     [Way(), Way(chunk_tokens=7), Way(intervene=preempt_every(2, forgets=True))],

@@ -135,7 +135,7 @@ def tally() -> Tally:
 
 @pytest.mark.parametrize(
     ("num_data_ranks", "num_examples"),
-    [(2, 16), *(pytest.param(ranks, 150, marks=pytest.mark.slow) for ranks in (1, 2))],
+    [(2, 6), *(pytest.param(ranks, 150, marks=pytest.mark.slow) for ranks in (1, 2))],
 )
 def test_every_row_is_that_of_an_isolated_run_or_reported_missing(
     engines: dict[int, Engine], reference: RouterReference, tally: Tally, num_data_ranks: int, num_examples: int

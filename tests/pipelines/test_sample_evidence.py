@@ -68,6 +68,7 @@ def values(entries: list) -> list[float]:
     return [value for value, *_ in entries]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_evidence_does_not_depend_on_scheduling_nor_plain_answers_on_it(engine: Engine, alone: Outcomes, way: Way):
     plain = mixed_workload()[:6]

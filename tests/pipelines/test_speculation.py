@@ -34,6 +34,7 @@ from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.serving.metrics import EngineMetrics
 from tests.pipelines.test_migration import heading_elsewhere
 from tests.support.engine.engine_store import EngineStore
+from tests.support.engine.host_runners import shared_by_many
 from tests.support.engine.outputs import Outcome
 from tests.support.engine.run_requests import PreparedExecutor, cycle_for, run_on, run_together, speculation_of
 from tests.support.engine.schedulers import some_reach
@@ -58,13 +59,14 @@ from tests.support.text.constraints import synthetic_tokenizer
 
 @pytest.fixture
 def speculating(engine_with: EngineStore) -> Engine:
-    return engine_with(**SPECULATES)
+    with shared_by_many():
+        return engine_with(**SPECULATES)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_do_not_show(speculating: Engine, seed: int):
-    check_mix(speculating, seed, count=16)
+    check_mix(speculating, seed, count=12)
 
 
 TEXT_ALONE = {"stop", "stop_strings_after", "no_stop_trim", "stop_regex", "include_stop_str_in_output", "bad_words"}
@@ -186,7 +188,7 @@ def test_a_request_that_wants_no_drafts_has_none(speculating: Engine):
 
 
 def test_aborts_leave_the_others_alone(speculating: Engine):
-    requests = random_requests(3, count=16, layout=speculating.card.routing)
+    requests = random_requests(3, count=8, layout=speculating.card.routing)
     plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
     aborted: set[tuple[str, int]] = set()
 

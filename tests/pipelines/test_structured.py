@@ -72,7 +72,7 @@ def test_answers_keep_to_their_constraints(alone: Outcomes):
     assert all(np.isfinite(outcome.logprobs).all() for outcome in alone.values())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_constrained_answers_do_not_depend_on_scheduling_nor_plain_ones_on_them(engine: Engine, alone: Outcomes, way):
     plain = mixed_workload()[:8]

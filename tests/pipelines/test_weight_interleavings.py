@@ -250,7 +250,7 @@ SUMMED_APART = pytest.mark.float32("its devices add up parts of sums, and the re
 @pytest.mark.parametrize(
     ("name", "num_examples"),
     [
-        ("alone", 20),
+        ("alone", 6),
         pytest.param("balanced", 6, marks=SUMMED_APART),
         pytest.param("alone", 300, marks=pytest.mark.slow),
         pytest.param("balanced", 300, marks=[SUMMED_APART, pytest.mark.slow]),
@@ -277,6 +277,6 @@ def test_answers_are_of_the_weights_that_they_name(engines, eplb, reference, pat
 
 
 def test_ties_excuse_hardly_anything_and_no_law_was_idle(reference):
-    """The twenty random interleavings that native kernels run have a range of a version each at least."""
+    """The six random interleavings that native kernels run have a range of a version each at least."""
     reference.tally.check()
-    assert reference.num_ranges > 20
+    assert reference.num_ranges > 6

@@ -23,7 +23,7 @@ from tests.support.engine.shared_settings import MOVING, ONE_BUCKET
 from tests.support.engine.step_gate import WITHIN_S, held_steps, wait_for_tokens
 from tests.support.engine.workload import draw_prompt
 
-NUM_CLIENTS, NUM_UPDATES = 6, 20
+NUM_CLIENTS = 6
 MODES = (None, "in_place", "retract", "abort")
 CHANGING = {"max_running_requests": 4, "num_pages": 61}
 """Settings of the engine whose weights change; others may have changed them: a test that compares loads its own."""
@@ -95,13 +95,14 @@ def loaded(engine: Engine, *, longest: int = 90) -> Iterator[Load]:
         assert not any(thread.is_alive() for thread in threads), "an answer does not come"
 
 
+@pytest.mark.parametrize("num_updates", [8, pytest.param(20, marks=pytest.mark.slow)])
 def test_every_log_prob_and_row_is_of_the_weights_that_the_answer_names(
-    changing: Engine, paths: list[Path], reference: VersionedReference
+    changing: Engine, paths: list[Path], reference: VersionedReference, num_updates: int
 ) -> None:
     """Whether hosts read the weights or are sent them."""
     num_compilations = changing.runner.num_compilations_since_start
     with loaded(changing) as load:
-        for update in range(NUM_UPDATES):
+        for update in range(num_updates):
             mode, path, version = MODES[(update + update // 4) % 4], paths[(update + 1) % 2], f"v{update}"
             wait_for_tokens(changing.loop, 40)
             if mode is not None:

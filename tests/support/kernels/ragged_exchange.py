@@ -80,14 +80,14 @@ def parts_of(case: RaggedCase) -> tuple[np.ndarray, ...]:
     return case.operand, case.output, *slices
 
 
-def check_over_processes(coordinator: str, process: int, num_processes: int) -> None:
+def check_over_processes(coordinator: str, process: int, num_processes: int, *, num_cases: int) -> None:
     """In each of several processes with two devices: every shard that lies here is what the model says."""
     use_cpu_devices(2)
     join_hosts(coordinator, num_hosts=num_processes, host_id=process)
     mesh = Mesh(np.asarray(jax.devices()).reshape(num_processes, 2), ("data", "tensor"))
     split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     run = exchanged(mesh)
-    for seed in range(200):
+    for seed in range(num_cases):
         case = random_case(KINDS[seed % len(KINDS)], mesh.size, seed)
         found = run(*(jax.make_array_from_callback(p.shape, split, p.__getitem__) for p in parts_of(case)))
         for shard in found.addressable_shards:
@@ -96,4 +96,4 @@ def check_over_processes(coordinator: str, process: int, num_processes: int) -> 
 
 
 if __name__ == "__main__":
-    check_over_processes(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    check_over_processes(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), num_cases=int(sys.argv[4]))
