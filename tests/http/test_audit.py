@@ -84,8 +84,9 @@ def two(url, engine) -> list[Trajectory]:
         return sampled(client, engine.loop.card.routing, seed=5, count=2)
 
 
-def test_right_samples_pass(http, layout):
-    for batch in range(4):
+@pytest.mark.parametrize("num_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_right_samples_pass(http, layout, num_batches):
+    for batch in range(num_batches):
         trajectories = sampled(http, layout, seed=100 * batch, count=50, num_new=6)
         report = audited(http, [body_of(layout, each) for each in trajectories])
         assert report["verdict"] == "right" and report["verdicts"] == {"right": 50}

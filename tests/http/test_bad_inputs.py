@@ -14,7 +14,7 @@ def post(http, path, body):
     return http.post(path, content=body) if isinstance(body, bytes) else http.post(path, json=body)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "path", "body", "status", "param"), BAD_INPUTS, ids=[row[0] for row in BAD_INPUTS])
 def test_it_is_refused(http, name, path, body, status, param):
     error = check_error(post(http, path, body), status)

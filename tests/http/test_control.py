@@ -15,7 +15,8 @@ from tests.http.conftest import POISONED_TOKEN_ID, assert_idle
 from tests.support.engine import step_gate
 from tests.support.serving.http_client import GENERATE, TOKENS, ask, check_error, stream, wait_until
 
-NUM_WANTED = 480
+NUM_WANTED = 160
+"""Steps of 20 ms each where a test meets what runs (`unhurried`)."""
 ENDLESS = {"temperature": 0, "ignore_eos": True}
 PROMPT = [5, 6, 7]
 

@@ -108,12 +108,13 @@ def test_every_row_is_here():
     assert set(ROWS) == {path for path in COMMANDS if "_lora_" not in path}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", ROWS)
 def test_a_row_for_a_replica_by_itself(path, http, others, other_checkpoint):
     check(ROWS[path], ask(http, path, ROWS[path], other_checkpoint), others[:1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", ROWS)
 def test_a_row_for_several_replicas(path, others, other_checkpoint):
     """Whichever is asked, all do it; if one does not answer, it is named."""

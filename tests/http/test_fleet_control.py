@@ -111,7 +111,7 @@ def test_weights_that_only_one_replica_refuses_are_dropped_by_the_other(fleet, o
     assert fleet["a"].post(UPDATE, json={"model_path": str(other_checkpoint)}).json()["success"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", [PAUSE, UPDATE, "/flush_cache", "/abort_request"])
 def test_a_replica_that_does_not_answer_is_named_and_nothing_counts_as_done(fleet, path, other_checkpoint):
     fleet.calls.silent = {"b"}

@@ -154,7 +154,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert ours == theirs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", [NATIVE, MANY], ids=["one choice", "three choices"])
 @pytest.mark.parametrize("num_events", [1, 7])
 def test_a_stream_whose_replica_is_left_goes_on_at_the_other(pair, body, num_events, unhurried):
@@ -342,6 +342,7 @@ def test_the_rollout_client_resumes_by_itself(pair, unhurried):
         np.testing.assert_array_equal(one.routing.rows, other.routing.rows)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [

@@ -188,13 +188,12 @@ def test_token_answers_score_the_prompt(http, num_top):
 
 
 def distribution_after(http, token_ids):
-    """Log-probs of every token of the vocabulary after `token_ids`, each scored as the end of a prompt."""
-    found = []
+    """Log-probs of every token of the vocabulary after `token_ids`, as listed ids."""
+    sampling, found = {"max_new_tokens": 1, "temperature": 1, "ignore_eos": True}, []
     for first in range(0, 512, 128):
-        prompts = [[*token_ids, token_id] for token_id in range(first, first + 128)]
-        asked = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
-        answers = ask(http, GENERATE, **asked, logprob_start_len=len(token_ids) - 1)
-        found += [answer["meta_info"]["input_token_logprobs"][-1][0] for answer in answers]
+        asked = {"input_ids": token_ids, "sampling_params": sampling, "return_logprob": True}
+        answer = ask(http, GENERATE, **asked, token_ids_logprob=[*range(first, first + 128)])
+        found += [value for value, *_ in answer["meta_info"]["output_token_ids_logprobs"][0]]
     return found
 
 

@@ -129,7 +129,7 @@ def check_route(operations, method, path, *, num_bodies):
     return statuses.total()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
 def test_only_documented_answers_come(operations, short_context, method, path):
     check_route(operations, method, path, num_bodies=25 if path in GENERATING else 10)

@@ -97,6 +97,7 @@ def test_a_header_names_the_session_of_a_body_in_any_script():
     assert session_name({"type": "http", "headers": [(b"x-session-id", b"caf\xe9")]}) == "café"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", BODIES)
 def test_every_dialect_names_a_session_and_answers_as_without(engine, sessions, path):
     with served(engine) as url, httpx.Client(base_url=url, timeout=60) as http:

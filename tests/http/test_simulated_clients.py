@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.simulation.calibrate import calibrate
+from benchmarks.simulation import calibrate
 from benchmarks.simulation.client import play, stream
 from benchmarks.simulation.workloads import Conversation, Turn
 from tests.support.models.core import PAGE_SIZE
@@ -23,10 +23,11 @@ def test_conversations_go_on_from_their_answers(url, engine):
     assert seen.figures(ttft_s=600.0, tpot_s=600.0)["good_share"] == 1.0
 
 
-def test_step_times_are_fitted_from_streams(url, engine):
+def test_step_times_are_fitted_from_streams(url, engine, monkeypatch):
+    monkeypatch.setattr(calibrate, "ANSWER_TOKENS", 16)
     address = (url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1]))
     sizes = {"streams": (1, 4), "prompts": (8, 32, 64), "repeats": 1}
-    times = asyncio.run(calibrate(address, [address], vocab_size=engine.card.vocab_size, **sizes))
+    times = asyncio.run(calibrate.calibrate(address, [address], vocab_size=engine.card.vocab_size, **sizes))
     assert times.step_s + times.row_s > 0 and times.request_s >= 0 and times.prompt_s >= 0
 
 

@@ -71,7 +71,7 @@ def test_the_openai_package_streams_calls(scripted_client):
     assert message.content == whole.content and message.reasoning_content == whole.reasoning_content
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": False}, {"tools": None}, {"tool_choice": "none"}])
 @pytest.mark.parametrize(
     "reasoning", [{}, {"include_reasoning": False}, {"separate_reasoning": False}, {"stream_reasoning": False}]
@@ -177,6 +177,7 @@ CALLABLE = [{"type": "function", "function": {"name": name, "parameters": BOUNDE
 NAMED = {"type": "function", "function": {"name": "g"}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("choice", "finish"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"])
 @pytest.mark.parametrize("script", "ad")
 def test_a_call_can_be_demanded_whatever_the_model_would_write(scripted_http, script, choice, finish):
@@ -192,7 +193,7 @@ def test_a_call_can_be_demanded_whatever_the_model_would_write(scripted_http, sc
     assert without_ids(calls) == without_ids([call])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("parser", ["glm", "qwen3_coder", "minimax_m2", "openai", "gemma4"])
 def test_calls_without_quotes_and_in_channels_can_be_demanded(scripted, parser):
     reasoning = "gpt-oss" if parser == "openai" else "none"

@@ -139,6 +139,7 @@ def holds(ids, word):
     return any(ids[i : i + len(word)] == word for i in range(len(ids) - len(word) + 1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_bad_word_does_not_come(http, engine, length):
     encode = partial(engine.tokenizer.encode, add_special_tokens=False)

@@ -96,7 +96,7 @@ def test_streams_go_on_under_other_weights(http, engine, other_checkpoint):
             arrived.put(event["meta_info"]["weight_version"])
 
     with asking(read) as end:
-        with step_gate.unhurried(engine.loop):
+        with step_gate.unhurried(engine.loop, delay_s=0.02):
             told = [arrived.get(timeout=step_gate.WITHIN_S)]
             ask(http, UPDATE, model_path=str(other_checkpoint), weight_version="new")
         end.result(step_gate.WITHIN_S)

@@ -144,7 +144,7 @@ def test_sample_update_sample(own_engine: Engine, updatable: str, tmp_path: Path
     """
     other = write_served(tmp_path / "other", seed=9)
     requests = [
-        SampleRequest(str(i), [5 + i, 6], {**SAMPLING, "max_new_tokens": 60}, seed=i, count=4) for i in range(6)
+        SampleRequest(str(i), [5 + i, 6], {**SAMPLING, "max_new_tokens": 60}, seed=i, count=4) for i in range(3)
     ]
 
     async def rounds() -> tuple[list[Rollout], ...]:

@@ -36,15 +36,21 @@ from tests.support.serving.http_server import KEY
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: tuple[str, UnreliableRoad], tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """Three samples of every prompt, from a run that nothing happened to."""
+def finished(server: tuple[str, UnreliableRoad], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Prompts, and the directory of a run over them that nothing happened to."""
     directory = tmp_path_factory.mktemp("undisturbed")
     file = directory / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYSERVE_MOE_API_KEY", KEY)
         assert job(file, directory / "out", "--url", server[0]) == 0
-    return samples_in(directory / "out")
+    return file, directory / "out"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished: tuple[Path, Path]) -> Samples:
+    """Three samples of every prompt."""
+    return samples_in(finished[1])
 
 
 def test_samples_are_the_engines_own(undisturbed: Samples, engine: Engine) -> None:
@@ -91,14 +97,14 @@ def test_a_job_moves_the_servers_experts_once_all_is_sampled(
     assert job(prompts, tmp_path / "without", "--url", url, "--place-experts", "8", "--no-routing") == 2
 
 
-def test_a_run_again_does_nothing(url: str, road: UnreliableRoad, prompts: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert job(prompts, out, "--url", url) == 0
-    before, road.num_asked = samples_in(out), 0
+def test_a_run_again_does_nothing(
+    url: str, road: UnreliableRoad, finished: tuple[Path, Path], undisturbed: Samples
+) -> None:
+    prompts, out = finished
     told = ["--prompts", str(prompts), "--out", str(out), "--n", "3", "--max-new-tokens", str(NEW_TOKENS), "--url", url]
     assert cli.main(["rollout", *told]) == 0
-    assert road.num_asked == 0 and summary_in(out)["samples_done_before"] == len(before)
-    assert_equal(samples_in(out), before)
+    assert road.num_asked == 0 and summary_in(out)["samples_done_before"] == len(undisturbed)
+    assert_equal(samples_in(out), undisturbed)
 
 
 def test_more_samples_are_only_what_is_missing(
@@ -215,6 +221,7 @@ def test_messages_become_prompts_by_the_chat_template(url: str, tmp_path: Path, 
     assert len(sample["output_ids"]) <= NEW_TOKENS
 
 
+@pytest.mark.slow
 def test_small_shards_hold_the_same(url: str, prompts: Path, tmp_path: Path, undisturbed: Samples) -> None:
     """One sample at a time, a shard for nearly each of them."""
     out = tmp_path / "out"
@@ -240,14 +247,17 @@ def test_small_shards_hold_the_same(url: str, prompts: Path, tmp_path: Path, und
     ],
 )
 def test_wrong_use_is_told_at_once(
-    url: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], reason: str
+    url: str,
+    finished: tuple[Path, Path],
+    undisturbed: Samples,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    reason: str,
 ) -> None:
-    out = tmp_path / "out"
-    assert job(prompts, out, "--url", url, n=1) == 0
-    before = samples_in(out)
-    assert job(prompts, out, "--url", url, *more, n=2) == 2
+    prompts, out = finished
+    assert job(prompts, out, "--url", url, *more, n=4) == 2
     assert reason in capsys.readouterr().err
-    assert_equal(samples_in(out), before)
+    assert_equal(samples_in(out), undisturbed)
 
 
 def test_damaged_shards_are_sampled_again_by_wish(
