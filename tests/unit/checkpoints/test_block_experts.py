@@ -79,6 +79,7 @@ def test_every_number_comes_back_from_what_it_stands_for(dtype):
     assert (found.values_IO.view(np.uint8) == expected[:, None]).all()
 
 
+@pytest.mark.sampled(2)
 @DTYPE
 @pytest.mark.parametrize("part_bytes", [parts.PART_BYTES, 128])
 def test_blocks_of_files_keep_their_bytes_and_scales(plain, tmp_path, monkeypatch, dtype, part_bytes):
@@ -109,6 +110,7 @@ def test_what_they_stand_for_has_the_bits_of_what_is_read_as_bfloat16(plain, tmp
         np.testing.assert_array_equal(narrow[name].astype(np.float32), array.astype(np.float32))
 
 
+@pytest.mark.sampled(2)
 @DTYPE
 @pytest.mark.parametrize("part_bytes", [parts.PART_BYTES, 128])
 def test_an_update_without_blocks_is_quantised_into_them(plain, tmp_path, monkeypatch, dtype, part_bytes):

@@ -88,6 +88,7 @@ def test_an_object_store_serves_the_same(in_memory, indexed, dtype):
     assert_alike(loaded(open_checkpoint(in_memory), dtype=dtype), loaded(open_checkpoint(indexed), dtype=dtype))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("by", ["experts", "columns", None])
 def test_no_byte_of_a_tensor_is_read_twice(server, by):
     """Nor those of whole rows that several devices of the host hold the columns of."""
@@ -196,6 +197,7 @@ def test_what_was_read_before_a_cut_is_not_read_again(server, indexed, tmp_path,
     assert server.sent.num_bytes == again, "a whole share starts without the network but for sizes and versions"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spoil", ["a byte of the content", "the end of the journal", "another version"])
 def test_what_is_kept_and_was_spoiled_is_read_anew(indexed, tmp_path, spoil):
     shutil.copytree(indexed, tmp_path / "served" / "model")

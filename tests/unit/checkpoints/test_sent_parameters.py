@@ -135,7 +135,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
 @pytest.mark.parametrize("split", SHARDINGS)
 @pytest.mark.parametrize("part_bytes", [parts.PART_BYTES, 128])

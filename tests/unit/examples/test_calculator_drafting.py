@@ -39,6 +39,7 @@ SETTINGS = {
 MOST_BYTES = 600_000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", FORMS)
 def test_writing_what_was_read_gives_the_files_of_the_repository(algorithm: str, tmp_path):
     target, directory = model_spec(), HEADS / f"calculator-{algorithm.lower()}"

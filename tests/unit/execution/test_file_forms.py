@@ -142,7 +142,7 @@ def test_weights_do_not_depend_on_the_form_of_files(tmp_path: Path, form: str, m
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_of_a_form_replace_those_of_another(tmp_path: Path, form: str):
     family = FORMS[form][0]

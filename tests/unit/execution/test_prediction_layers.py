@@ -15,7 +15,7 @@ from tests.unit.execution.test_file_forms import FORMS, Tensors, in_form, plain,
 from tests.unit.execution.test_staged_weights import loaded
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_prediction_layers_do_not_depend_on_the_form_of_files(tmp_path: Path, form: str):
     """Nor do those that an update brings."""

@@ -22,6 +22,7 @@ from tests.support.experts.placements import random_placement
 from tests.support.models.core import CORE_CONFIG
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slices", [1, 2])
 def test_biases_move_with_their_experts(slices):
     """On several slices too, where a fetch is two exchanges: within slices and between them."""

@@ -73,6 +73,7 @@ def assert_weights(runner: HostRunner, path: Path, placement: ExpertPlacement) -
         np.testing.assert_array_equal(np.asarray(held), np.asarray(expected))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spare", [PLENTY, NOTHING])
 @pytest.mark.parametrize(("mesh", "num_redundant"), [((1, 1), 0), ((2, 2), 4)])
 def test_staged_weights_lie_as_loaded_ones(core_checkpoint, other_checkpoint, mesh, num_redundant, spare):
@@ -121,7 +122,7 @@ def test_experts_in_one_tensor_are_padded_with_zeros(core_checkpoint, tmp_path, 
     assert held["experts"]["down_MPFD"].shape[2] == 100
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [case for case in FAMILY_CASES if not case.variant], ids=lambda case: case.name)
 def test_weights_of_every_family_are_staged_into_the_slots_of_a_placement(tmp_path, case):
     config = {**case.config, "architectures": [getattr(families, case.family).ARCHITECTURE], "vocab_size": 264}

@@ -59,6 +59,7 @@ def test_it_is_the_dense_layer_for_any_placement(backend, mesh, num_redundant):
     assert run.compiled._cache_size() == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", ["all_to_all", "fused", "auto"])
 def test_where_experts_lie_does_not_show_in_a_single_bit(backend):
     """Not in another placement, and not with other replicas."""
@@ -104,7 +105,9 @@ def test_an_idle_data_rank_costs_nothing_and_changes_nothing(backend):
     assert (nobody.out == 0).all() and (nobody.counts == 0).all()
 
 
-@SHARED
+@pytest.mark.parametrize(
+    "backend", ["all_to_all", *(pytest.param(b, marks=pytest.mark.slow) for b in ("replicated", "fused"))]
+)
 def test_slices_do_not_show(backend):
     """Odd numbers of tokens too: of 37, a device of a tensor group gathers 19 or 18."""
     run = MoeRun(CASE, replace(plan_of(2, 2), num_slices=2), backend=backend, num_redundant=8)
@@ -148,8 +151,10 @@ def test_the_grouped_product_of_another_platform_gives_the_same_sums(backend):
     ("backend", "most_tokens"),
     [
         ("all_to_all", 9),
-        ("fused", 13),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("replicated", 9), ("fused", 9), ("fused", 19))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("replicated", 9), ("fused", 9), ("fused", 13), ("fused", 19))
+        ),
     ],
 )
 def test_cutting_into_chunks_does_not_show(backend, most_tokens, monkeypatch):

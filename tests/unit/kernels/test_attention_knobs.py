@@ -233,7 +233,7 @@ def test_a_sequence_in_steps_equals_the_definition_of_every_knob_and_not_the_pla
             assert np.abs(definition(plain, weights, layer) - expected).max() > 1e-3, f"{name} changes nothing"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize(
     "name",

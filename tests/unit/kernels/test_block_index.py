@@ -185,6 +185,7 @@ def test_a_token_chooses_the_same_however_its_prompt_is_cut(kernels: str, name: 
             np.testing.assert_allclose(found.outputs_TD, whole.outputs_TD, rtol=0, atol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", INDEXES)
 def test_contexts_within_the_choice_have_the_bits_of_dense_attention(kernels: str, name: str):
     """The first tokens see all blocks; of the others none has the output of dense attention."""
@@ -211,6 +212,7 @@ def test_blocks_with_a_key_that_is_nan_are_chosen_by_every_table(kernels: str, n
         assert {*sorted(wanted)[: index.top_k]} <= {*chosen.tolist()} and (chosen >= 0).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", INDEXES)
 def test_rows_of_tpus_come_to_the_same(name: str):
     packed, exact = (run(kernels, name, CUTS["a prompt, then decoding"]) for kernels in ("tpu", "cpu"))
@@ -260,6 +262,7 @@ def test_blocks_that_the_kernel_does_not_take_are_left_to_xla(page_size, head_di
     assert "fp8" in unsupported_by_kernel(PoolFormat(page_size, is_8_bit=True), **sizes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", INDEXES)
 def test_native_kernels_compute_the_definition(name: str):
     """In bfloat16 both round queries and keys alike: where the choices differ, a few scores are nearly equal."""

@@ -33,7 +33,8 @@ int main() {
 @pytest.mark.parametrize(
     ("num_turns", "options"),
     [
-        (3_000_000, ("-O2",)),
+        (300_000, ("-O2",)),
+        pytest.param(3_000_000, ("-O2",), marks=pytest.mark.slow),
         pytest.param(60_000_000, ("-O2",), marks=pytest.mark.slow),
         pytest.param(300_000, ("-O1", "-fsanitize=thread"), marks=pytest.mark.slow),
     ],

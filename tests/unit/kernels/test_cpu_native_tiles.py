@@ -32,7 +32,7 @@ int main() {
 @pytest.mark.parametrize(
     ("options", "has_tiles"),
     [
-        ((), None),
+        pytest.param((), None, marks=pytest.mark.slow),
         pytest.param(("-DNATIVE_TILE_FEATURE=63",), False, id="refused"),
     ],
 )

@@ -51,7 +51,7 @@ KERNELS = {
 }
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if "bfloat16" in name else ()) for name in KERNELS])
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     if request.param == "native":
         need_native_kernels()
@@ -181,6 +181,7 @@ def test_ranks_beside_tokens_give_the_sums_of_copies(has_gate: bool):
     assert (found[~without] != base[~without]).any(axis=1).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_blocks", [False, True])
 @pytest.mark.parametrize("multiply", [multiply_in_blocks, multiply_by_ragged_dot])
 def test_experts_of_8_bits_take_adapters(multiply: Callable[..., jax.Array], has_blocks: bool):

@@ -195,7 +195,7 @@ def test_it_is_the_recurrence_and_a_causal_convolution(kind):
     assert np.allclose(np.concatenate(found.mixed), total / (1 + np.exp(-total)), atol=2e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuts", [(1,), (7,), (64,), (100,), (37, 1, 1, 1, 90, 3), (5, 2, 3)], ids=str)
 def test_no_bit_depends_on_cuts_company_or_what_a_ring_held(kind, cuts):

@@ -136,6 +136,7 @@ def planted(name: str) -> tuple[str, Callable[..., Any]]:
     }[name]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fault", "name"),
     [

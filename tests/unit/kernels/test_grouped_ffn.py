@@ -58,13 +58,13 @@ def largest_difference(slots: np.ndarray, experts: LayerExperts, *, expected: La
     return float(np.abs(np.asarray(found - wanted, np.float32)[slots < SLOTS]).max())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
 def test_an_expert_that_is_held_whole(slots):
     assert largest_difference(slots, experts_of(128, "float32")) < 1e-4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
 def test_an_expert_in_parts(slots, monkeypatch):
     monkeypatch.setattr(grouped_ffn, "WEIGHT_BYTES", 2 * 3 * WIDTH * 128 * 4)
@@ -72,6 +72,7 @@ def test_an_expert_in_parts(slots, monkeypatch):
     assert largest_difference(slots, experts_of(256, "float32")) < 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_experts_without_a_gate(num_parts, monkeypatch):
     """In float32, and in 8 bits against the numbers that they stand for; held whole, or in parts of 128 columns."""
@@ -147,7 +148,7 @@ def adapters_of(experts: LayerExperts, num_tokens: int, *, resident: int = 3, ra
     return RowAdapters(ExpertAdapters(gate, pair(weights.up_XDF), pair(weights.down_XFD)), adapter_T)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("slots", SLOTS_OF_TOKENS.values(), ids=SLOTS_OF_TOKENS.keys())
 def test_each_row_has_its_own_adapter(slots):
     experts = experts_of(128, "float32")
@@ -174,6 +175,7 @@ def test_rows_have_the_bits_of_other_adapters_beside_them_and_of_none(dtype):
     assert (rows(mixed, np.asarray(mixed.slot_T) >= 0) != base).any(axis=1).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("narrow", ["int8", "float8_e4m3fn"])
 def test_experts_in_8_bits_and_without_a_gate_take_adapters(narrow):
     slots = SLOTS_OF_TOKENS["any, and elsewhere"]

@@ -67,7 +67,7 @@ OPERATIONS: dict[str, Callable[[slice], object]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_row_has_the_same_bits_in_a_step_of_any_size(name: str):
     compute = OPERATIONS[name]

@@ -58,7 +58,7 @@ def test_late_rows_of_one_sequence_see_each_other():
         np.testing.assert_array_equal(early, late)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("prompts", [(), PROMPTS])
 @pytest.mark.parametrize("config", [ScoreConfig(), ScoreConfig(window=6)])
 def test_late_rows_are_attended_and_kept_as_early_ones(prompts, config):

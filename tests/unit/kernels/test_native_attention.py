@@ -165,6 +165,7 @@ def test_it_is_the_pure_layer(model, case):
     np.testing.assert_array_equal(pool[untouched], np.asarray(pool_of(spec), np.float32)[untouched])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "model",
     [

@@ -145,7 +145,7 @@ def test_other_activations_are_refused(activation):
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("score", layers.SCORES)
 @pytest.mark.parametrize(("is_biased", "num_experts"), [(False, 1), (True, 8), (True, 40), (False, 200)])
 def test_scores_are_those_of_jax_row_by_row(score, is_biased, num_experts):
@@ -172,7 +172,7 @@ def test_the_factor_of_a_rotation_multiplies_cosine_and_sine():
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 @pytest.mark.parametrize("has_blocks", [False, True])
 @pytest.mark.parametrize("dtype", NARROW)
@@ -192,6 +192,7 @@ def test_experts_in_8_bits_have_the_bits_of_the_numbers_that_they_stand_for(dtyp
         assert np.abs(wide(found)).max() > 0.1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_any_scales_are_those_of_the_blocks(dtype):
     generator = np.random.default_rng(8)

@@ -220,7 +220,7 @@ def test_it_is_as_near_to_float32_as_xla_is(name):
     assert not untouched.any(), "another layer's entries are as they were"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("cuts", [(1,), (7,), (64,), (100,), (37, 1, 1, 1, 90, 3), (5, 2, 3)], ids=str)
 def test_no_bit_depends_on_cuts_company_or_what_a_ring_held(name, cuts):

@@ -18,7 +18,7 @@ SUMS_IN_FLOAT32, ROUNDING = 3e-6, 2**-7
 """Largest differences of products in float32, and in bfloat16: weights and results are rounded."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("num_kv", "width", "lanes"), [(8, 64, 1024), (1, 64, 256), (4, 128, 1024), (3, 80, 768)])
 def test_a_head_of_a_flat_row_is_multiplied_with_its_own_queries_alone(num_kv, width, lanes):
     """The scores and values that lanes give are those of heads, and heads of 64 and of 128 leave no lane unused."""
@@ -51,6 +51,7 @@ def test_rows_that_do_not_fit_are_refused():
         attend(jnp.zeros((1, 1, 2, 128)), jnp.zeros((9, 8, 256)), BlockPlaces(table, positions))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [FULL_CAUSAL, ScoreConfig(window=7)])
 def test_visits_see_what_any_of_their_queries_sees(config):
     positions = np.array([[-1, -1, -1, -1], [4, 5, 6, 7], [30, -1, -1, -1], [-1, -1, -1, -1]], np.int32)

@@ -25,7 +25,7 @@ def described(arrays: GroupArrays, case: GroupCase, part: slice) -> GroupVisits:
     return GroupVisits(*map(np.asarray, found))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("config", [FULL_CAUSAL, ScoreConfig(window=7)])
 @pytest.mark.parametrize("case", [CHAINS, LONG], ids=["chains", "long chains"])
 @pytest.mark.parametrize("size", [100, 5, 1])

@@ -71,6 +71,7 @@ def test_a_rounded_number_is_off_by_at_most_a_sixteenth_or_a_part_of_the_scale()
     assert (off / np.where(rows != 0, np.abs(rows), 1)).max() > 0.02
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_a_product_is_within_the_bound_of_its_roundings(has_blocks):
     assert excess(rows_of(), has_blocks=has_blocks) <= 1
@@ -115,6 +116,7 @@ FAULTS: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_a_planted_fault_of_the_rows_leaves_the_bound(fault, monkeypatch):
     """The elementwise bound, which the product's sums may hide."""

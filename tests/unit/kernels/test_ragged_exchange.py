@@ -24,7 +24,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     return Mesh(np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape), names)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mesh", "num_slices"), [*((mesh, 1) for mesh in MESHES), (MESHES[0], 2), (MESHES[1], 4), (MESHES[2], 2)], ids=str
 )

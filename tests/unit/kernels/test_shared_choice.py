@@ -25,6 +25,7 @@ def step(num_singles: int, num_blocks: int) -> TokenBatch:
     return TokenBatch(tokens, jnp.asarray(positions), tokens, jnp.asarray(tables), num_singles)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_singles", "num_blocks"), [(3, 6), (1, 4), (9, 0), (0, 1)])
 def test_shares_of_devices_are_the_choice_of_one(num_singles: int, num_blocks: int):
     """A choice depends on the page table, so a block on another device's table would show."""

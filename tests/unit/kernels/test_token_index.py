@@ -186,6 +186,7 @@ def test_native_kernels_choose_by_the_scores_of_the_definition():
 NAN_KEYS = {"fewer than are chosen": (3, 17, 18, 60), "more": tuple(range(5, 5 + 2 * TOP_K, 2))}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("places", NAN_KEYS.values(), ids=NAN_KEYS.keys())
 @pytest.mark.parametrize("is_narrow", [False, True], ids=["plain", "fp8"])
 def test_keys_that_are_nan_are_chosen_by_every_table(kernels: str, places: tuple[int, ...], is_narrow: bool):

@@ -96,7 +96,7 @@ def test_of_a_kernel_its_block_over_the_summed_width_counts_and_its_rows_do_not(
     assert len(found.orders) == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_steps_of_every_family_add_up_rows_in_one_order(case: FamilyCase):
     assert list(map(str, differences(served_by(case)))) == []
