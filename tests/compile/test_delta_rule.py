@@ -10,7 +10,7 @@ from tests.compile.delta_schedules import BASELINE, HEADS, TOKENS, WIDTH, compil
 from tests.compile.topologies import TOPOLOGY_OF_CHIP, text_of
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "chip", ["v6e", *(pytest.param(chip, marks=pytest.mark.slow) for chip in TOPOLOGY_OF_CHIP if chip != "v6e")]
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,17 @@ from rayserve_moe.parallel.sharding import DATA, TENSOR, ParallelPlan
 from rayserve_moe.tools.hlo_report import collectives_of
 from rayserve_moe.tools.hlo_text import ProgramText, read_program
 
-NUM_EXPERTS, TOP_K, WIDTH, INNER = 128, 8, 2048, 768
+
+class Sizes(NamedTuple):
+    """Experts of a layer, those of a token, and their widths."""
+
+    num_experts: int = 128
+    top_k: int = 8
+    width: int = 2048
+    inner: int = 768
+
+
+FULL, NARROW = Sizes(), Sizes(width=256, inner=128)
 CASES = [
     pytest.param(topology, tokens, marks=() if (topology, tokens) == ("v6e:2x4", 512) else pytest.mark.slow)
     for topology in ("v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
@@ -33,11 +43,15 @@ CASES = [
 
 
 @cache
-def compiled(topology: str, tokens_per_device: int, backend: str = "fused", num_slices: int = 1) -> ProgramText:
+def compiled(
+    topology: str, tokens_per_device: int, backend: str = "fused", num_slices: int = 1, *, sizes: Sizes = FULL
+) -> ProgramText:
     """Compile a layer by a backend, with experts and tokens split over all devices, as if they were `num_slices`."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     plan = ParallelPlan(Mesh(np.asarray(devices).reshape(-1, 1), (DATA, TENSOR)), num_slices=num_slices)
-    config = ExpertConfig(RouterSpec(NUM_EXPERTS, TOP_K, renormalize=True), KERNELS["tpu"], plan, backend=backend)
+    config = ExpertConfig(
+        RouterSpec(sizes.num_experts, sizes.top_k, renormalize=True), KERNELS["tpu"], plan, backend=backend
+    )
 
     def on_device(routed: RoutedTokens, weights: ExpertWeights) -> jax.Array:
         experts = PlacedExperts(weights, jnp.int32(0), None)
@@ -49,9 +63,10 @@ def compiled(topology: str, tokens_per_device: int, backend: str = "fused", num_
     def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(plan.mesh, split))
 
-    choices, up, down = (num_tokens, TOP_K), (NUM_EXPERTS, WIDTH, INNER), (NUM_EXPERTS, INNER, WIDTH)
+    num_experts, top_k, width, inner = sizes
+    choices, up, down = (num_tokens, top_k), (num_experts, width, inner), (num_experts, inner, width)
     routed = RoutedTokens(
-        array((num_tokens, WIDTH), jnp.bfloat16),
+        array((num_tokens, width), jnp.bfloat16),
         array(choices, jnp.int32),
         array(choices, jnp.float32),
         array((num_tokens,), jnp.bool_),
@@ -78,7 +93,7 @@ def test_no_token_is_gathered(topology, tokens):
     assert "ragged-all-to-all" in found
     for operation in ("all-gather", "all-to-all", "all-reduce", "reduce-scatter"):
         if operation in found:
-            assert found[operation].num_bytes < tokens * WIDTH, "what everybody learns is counts, not rows"
+            assert found[operation].num_bytes < tokens * FULL.width, "what everybody learns is counts, not rows"
 
 
 @pytest.mark.parametrize("topology", ["v6e:2x4", pytest.param("v5p:2x2x2", marks=pytest.mark.slow)])
@@ -86,10 +101,10 @@ def test_on_several_slices_slots_are_gathered_so_that_a_row_goes_once_to_a_devic
     """On one slice counts of all slots and devices are."""
 
     def gathered(num_slices: int) -> list[int]:
-        found = collectives_of(compiled(topology, 16, "all_to_all", num_slices))
+        found = collectives_of(compiled(topology, 16, "all_to_all", num_slices, sizes=NARROW))
         return [one.num_bytes for one in found if one.operation == "all-gather"]
 
-    assert gathered(2) == [8 * 16 * TOP_K * 4] and gathered(1) == [8 * 2 * 128 * 4]
+    assert gathered(2) == [8 * 16 * NARROW.top_k * 4] and gathered(1) == [8 * 2 * NARROW.num_experts * 4]
 
 
 @pytest.mark.parametrize(("topology", "tokens"), [case for case in CASES if case.values[1] == 512])

@@ -28,7 +28,7 @@ KERNELS = {
 @pytest.mark.parametrize(
     ("model", "topology", "values"),
     [
-        pytest.param("qwen3-30b-a3b", "v6e:2x4", {}, id="qwen3"),
+        pytest.param("qwen3-30b-a3b", "v6e:2x4", {"num_layers": 2}, id="qwen3"),
         pytest.param("qwen3-30b-a3b", "v6e:2x4", {"kv_cache_dtype": "fp8"}, id="fp8", marks=pytest.mark.slow),
         pytest.param("qwen3-30b-a3b", "v6e:2x4", {"expert_backend": "all_to_all"}, id="exchange"),
         pytest.param("gpt-oss-20b", "v6e:2x4", {}, id="gpt-oss", marks=pytest.mark.slow),
@@ -41,7 +41,8 @@ KERNELS = {
 def test_programs_have_the_kernels_of_the_report(model, topology, values):
     """In the smallest and the largest step."""
     values = dict(values)
-    served = lay_out(case_of_model(model, topology, num_layers=4, tp=values.pop("tp", 0), values=values))
+    sizes = {"num_layers": values.pop("num_layers", 4), "tp": values.pop("tp", 0)}
+    served = lay_out(case_of_model(model, topology, **sizes, values=values))
     programs = {program.name: program for program in programs_of(served, num_pages=64)}
     for shape in (served.shapes[0], served.shapes[-1]):
         report = kernel_report(replace(served, shapes=(shape,)))

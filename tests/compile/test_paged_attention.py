@@ -122,7 +122,7 @@ def assert_reads_in_place(compiled, pool, num_rows: int = 16 * 128, *, name: str
     assert copies_of(text_of(compiled), [piece]) == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "chip", ["v6e", *(pytest.param(c, marks=pytest.mark.slow) for c in TOPOLOGY_OF_CHIP if c != "v6e")]
 )
@@ -161,10 +161,22 @@ def test_groups_attend_and_write_the_pool_in_place(chip, model, most):
     "chip", ["v6e", *(pytest.param(c, marks=pytest.mark.slow) for c in TOPOLOGY_OF_CHIP if c != "v6e")]
 )
 @pytest.mark.parametrize("model", ["heads of 128", "gpt-oss"])
-def test_pools_of_8_bits_are_read_and_written_in_place(chip, model):
-    for knobs in ({"num_queries": 1, "is_writing": True}, {"num_queries": 32, "config": ScoreConfig(window=128)}):
-        compiled, pool = compiled_step(chip, model, **knobs, is_8_bit=True)
-        assert_reads_in_place(compiled, pool, 16 * knobs["num_queries"] * 128)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        pytest.param({"num_queries": 1, "is_writing": True}, id="single tokens"),
+        pytest.param({"num_queries": 32, "config": ScoreConfig(window=128)}, id="prompts", marks=pytest.mark.slow),
+    ],
+)
+def test_pools_of_8_bits_are_read_and_written_in_place(chip, model, knobs):
+    compiled, pool = compiled_step(chip, model, **knobs, is_8_bit=True)
+    assert_reads_in_place(compiled, pool, 16 * knobs["num_queries"] * 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TOPOLOGY_OF_CHIP)
+@pytest.mark.parametrize("model", ["heads of 128", "gpt-oss"])
+def test_groups_attend_and_write_pools_of_8_bits_in_place(chip, model):
     compiled, pool = compiled_groups(chip, model, 4, is_8_bit=True)
     assert_reads_in_place(compiled, pool, 64 * 128, name="paged_attention_of_groups")
     assert "scatter" not in compiled.as_text()

@@ -16,7 +16,7 @@ WIDTH, CONFIG = 2048, AttentionConfig(128, 1e-6)
 HEADS = {"of 30B": (32, 4), "of 235B over 4": (16, 1)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "chip", ["v6e", *(pytest.param(chip, marks=pytest.mark.slow) for chip in TOPOLOGY_OF_CHIP if chip != "v6e")]
 )

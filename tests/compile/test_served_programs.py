@@ -74,8 +74,10 @@ def refuse(*_: object, **__: object) -> None:
     [pytest.param(path, marks=() if path.stem.endswith("v6e8") else pytest.mark.slow) for path in ON_TPU],
     ids=lambda path: path.stem,
 )
-def test_the_gate_takes_every_program_and_setting_of_a_config(path, monkeypatch):
-    monkeypatch.setattr(program_report, "optimized", refuse)
+@pytest.mark.parametrize("stage", ["lowered", pytest.param("optimized", marks=pytest.mark.slow)])
+def test_the_gate_takes_every_program_and_setting_of_a_config(path, stage, monkeypatch):
+    """Programs are refused by the compiler, or before they are traced, which takes 20 s of a config."""
+    monkeypatch.setattr(program_report, stage, refuse)
     case = case_of_config(path, num_layers=2)
     served = lay_out(case)
     report = check(case)

@@ -95,7 +95,7 @@ FREE: dict[str, Kernels] = {
 """Tables with one operation whose order of sums depends on the rows of a step."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("planted", FREE)
 def test_a_planted_free_tile_is_found(planted: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native_kernels, "TPU_INVARIANT", FREE[planted])
