@@ -58,7 +58,6 @@ from rayserve_moe.model.layers.index_rows import index_layout
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.scheduling.record_copies import with_fields
 from rayserve_moe.scheduling.step_plan import PageMoves, StartReport, StepPlan, StepResult
 
 
@@ -277,10 +276,11 @@ class HostRunner:
             later.held.logits = output.logits_AV
         if "expert_counts_ME" in wanted:
             output = replace(output, expert_counts_ME=self.programs.read_counts(self._state.expert_counts_ME))
-        probed = self._probe(output.hidden_TD, later.probes, shape.num_tokens) if later.probes else None
-        output = with_fields(only_wanted(output, wanted), probed=probed)
+        hidden_TD, output = output.hidden_TD, only_wanted(output, wanted)
+        if later.probes:
+            output = replace(output, probed=self._probe(hidden_TD, later.probes, shape.num_tokens))
         if later.drafting is not None:
-            output = with_fields(output, drafts_NSK=self._draft_ahead(later.drafting.rows_NS))
+            output = replace(output, drafts_NSK=self._draft_ahead(later.drafting.rows_NS))
         return start_copies(output, is_needed=self._launches.copies_to_host)
 
     def _probe(

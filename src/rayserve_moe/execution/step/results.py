@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from rayserve_moe.model.transformer import AuditOutput
 from rayserve_moe.replay.index_rows import packed_index
 from rayserve_moe.requests.columns import AUDIT_COLUMNS, Columns, Ragged, ragged
 from rayserve_moe.requests.records import GATES, INDEX
-from rayserve_moe.scheduling.record_copies import with_fields
 from rayserve_moe.scheduling.step_plan import StepPlan, StepResult
 from rayserve_moe.scheduling.token_probe import IS_FINITE
 
@@ -40,7 +40,7 @@ def wanted_outputs(plan: StepPlan) -> frozenset[str]:
 def only_wanted(output: StepOutput, wanted: frozenset[str]) -> StepOutput:
     """Return the output without the arrays that are not wanted."""
     columns = {name: values for name, values in output.columns.items() if name in wanted}
-    return with_fields(output, **{**dict.fromkeys(vars(output).keys() - wanted), "columns": columns})
+    return replace(output, columns=columns, **dict.fromkeys(vars(output).keys() - wanted - {"columns"}))
 
 
 def start_copies(output: StepOutput, *, is_needed: bool) -> StepOutput:
