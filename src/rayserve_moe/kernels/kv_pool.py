@@ -83,6 +83,11 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
     return jax.lax.fori_loop(0, count, copy_one, pool)
 
 
+def put_pages(pool: jax.Array, pages_N: jax.Array, targets_N: jax.Array) -> jax.Array:
+    """Put pages [N, ...] at `targets` of a pool, int32 [N], without those beyond it; returns the updated pool."""
+    return pool.at[targets_N].set(pages_N, mode="drop")
+
+
 def write_kv(kv_pages: jax.Array, keys_TGh: jax.Array, values_TGv: jax.Array, slots_T: jax.Array) -> jax.Array:
     """Write the K and V of each token by `write_rows`; `kv_pages` is [pages, page, G, h + v]."""
     return write_rows(kv_pages, kv_rows(keys_TGh, values_TGv), slots_T)

@@ -139,6 +139,8 @@ class PoolKernels:
 
     copy_pages: Kernel = kv_pool.copy_pages
     """`kv_pool.copy_pages`."""
+    put_pages: Kernel = kv_pool.put_pages
+    """`kv_pool.put_pages`."""
     dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Dtype of the pool by dtype of keys and values, if they differ (`kv_pool`)."""
 

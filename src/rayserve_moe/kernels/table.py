@@ -208,7 +208,7 @@ CPU_NATIVE = Kernels(
     recurrence=RecurrenceKernels(
         advance_layer=delta_call.advance_layer, advance_mamba2_layer=mamba2_call.advance_layer
     ),
-    pool=PoolKernels(calls.copy_pages),
+    pool=PoolKernels(calls.copy_pages, calls.put_pages),
     parameters=ParameterLayout(calls.LAYOUT_OF, calls.MULTIPLES),
     add_norm=operation("cpu_native", calls.add_and_norm),
     dtype="bfloat16",

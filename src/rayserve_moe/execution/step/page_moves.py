@@ -97,7 +97,7 @@ def write_pages(state: DeviceState, places_RMP: jax.Array, *, pages: PageArrays,
         for pool, rows in zip(_pools(state, config), pages, strict=True):
             are_set = places_MP[:, pool.places_L].reshape(-1) > 0
             targets_N = jnp.where(are_set, pool.rows_N(places_MP), len(pool.array))
-            arrays[id(pool.array)] = pool.array.at[targets_N].set(rows, mode="drop")
+            arrays[id(pool.array)] = config.model.kernels.pool.put_pages(pool.array, rows, targets_N)
         return jax.tree.map(lambda array: arrays.get(id(array), array), state)
 
     return jax.shard_map(

@@ -48,6 +48,7 @@ NAMES = (
     "Truncate",
     "KeptWords",
     "Pages",
+    "Put",
 )
 TARGETS = {f"{PREFIX}{name.lower()}": f"RayserveMoe{name}" for name in NAMES}
 """Name of each kernel as programs call it, and its symbol in the library."""
@@ -356,6 +357,12 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
     targets_N = jnp.where(jnp.arange(len(sources_N)) < count, targets_N, sources_N)
     call = jax.ffi.ffi_call(f"{PREFIX}pages", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
     return call(pool, sources_N, targets_N)
+
+
+def put_pages(pool: jax.Array, pages_N: jax.Array, targets_N: jax.Array) -> jax.Array:
+    """Do `kv_pool.put_pages` in place: XLA converts all of a bfloat16 pool to float32 for it, and back."""
+    call = jax.ffi.ffi_call(f"{PREFIX}put", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
+    return call(pool, pages_N, targets_N)
 
 
 def _mean_squares(

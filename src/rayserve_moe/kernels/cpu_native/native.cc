@@ -216,8 +216,29 @@ ffi::Error Pages(ffi::AnyBuffer pool, S32 sources, S32 targets, ffi::Result<ffi:
   return ffi::Error::Success();
 }
 
+// Puts row i of `rows` at row `targets[i]` of the pool, without those beyond it.
+ffi::Error Put(ffi::AnyBuffer pool, ffi::AnyBuffer rows, S32 targets, ffi::Result<ffi::AnyBuffer> out) {
+  if (!have_dims(1, targets) || pool.dimensions().size() == 0 || rows.dimensions().size() == 0) {
+    return wrong("a pool has rows");
+  }
+  const int64_t count = size_of(targets, 0), held = size_of(pool, 0);
+  if (size_of(rows, 0) != count || held == 0) return wrong("each row that is put has a place");
+  const int64_t size = pool.size_bytes() / held;
+  if (int64_t(rows.size_bytes()) != count * size) return wrong("rows are as long as those of the pool");
+  if (out->untyped_data() != pool.untyped_data()) return wrong("the pool must be updated in place");
+  char* const data = static_cast<char*>(out->untyped_data());
+  const char* const given = static_cast<const char*>(rows.untyped_data());
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t target = targets.typed_data()[i];
+    if (target >= 0 && target < held) std::copy_n(given + i * size, size, data + target * size);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoePut, Put,
+                              ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<S32>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoePages, Pages,
                               ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<S32>().Arg<S32>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeMasses, Masses,
