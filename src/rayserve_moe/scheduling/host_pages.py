@@ -184,8 +184,11 @@ class HostPages:
         sequence.cache.transferred = tuple(map(tuple, borders.reshape(-1, 2).tolist()))
 
     def limit_restored(self, num_pages: int) -> None:
-        """Set the maximum number of pages that a plan restores; at least 1."""
-        self.max_restored = max(1, min(num_pages, max(RESTORED_PAGES, RESTORED_TOKENS // self._page_size)))
+        """Set the maximum number of pages that a plan restores; at least RESTORED_PAGES.
+
+        A program copies as many in the time of one: with fewer, each page would seem slower, and the limit would sink.
+        """
+        self.max_restored = max(RESTORED_PAGES, min(num_pages, RESTORED_TOKENS // self._page_size))
 
     def take_moves(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return the copies of the plan that ends: pages to offload, then pages to restore."""

@@ -8,7 +8,7 @@ import pytest
 from rayserve_moe.engine.executor import GroupLayout
 from rayserve_moe.engine.extension import ReplacedHosts
 from rayserve_moe.engine.host_pages import HostedPages
-from rayserve_moe.scheduling.host_pages import HostPages
+from rayserve_moe.scheduling.host_pages import RESTORED_PAGES, HostPages
 from rayserve_moe.scheduling.plan_builder import Schedule, empty_schedule
 from rayserve_moe.scheduling.step_plan import Chunks, CopyTimes, HostSizes, StepPlan, StepResult
 from tests.support.engine.schedulers import scheduler
@@ -66,3 +66,10 @@ def test_plans_without_copies_stay_as_they_are():
     timed, schedule = Timed(), empty_schedule(StepPlan(1))
     assert timed.hosted.plan(schedule, None) is schedule
     assert timed.hosted.statistics()["host_pages_total"] == 9
+
+
+def test_slow_copies_leave_a_plan_the_pages_of_one_program():
+    timed = Timed()
+    for _ in range(20):
+        timed.step(0.02, num_tokens=10, moved=1, move_s=0.3)
+    assert timed.host.max_restored == RESTORED_PAGES
