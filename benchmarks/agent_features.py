@@ -31,7 +31,7 @@ from benchmarks.simulation.slices import SliceReplica
 from rayserve_moe.scheduling.scheduler import StepLimits
 
 UNTIL_S = 200.0
-"""Maximum simulated seconds: at ten times the pool, sessions would otherwise take too long to simulate."""
+"""Maximum simulated seconds. Without it, sessions of ten times the pool would take too long to simulate."""
 RATIOS = {0.5: (9, 4), 1.1: (20, 4), 3.3: (62, 4), 10.0: (62, 12)}
 """Number of sessions, and the divisor of the pages, by the ratio of the sessions' tokens to the pool."""
 HINTS = "ttl+final:0.5:30"

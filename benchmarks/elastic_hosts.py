@@ -96,8 +96,8 @@ def balanced(engine: ReplicaEngine, watch: PlanWatch) -> list[list[Answer | str]
     return found
 
 
-def least_slots(before: ExpertPlacement, after: ExpertPlacement, *, stay: list[int]) -> int:
-    """Return the least number of slots of `after` to fill: ranks of `before` that stay become ranks of `after`."""
+def min_slots(before: ExpertPlacement, after: ExpertPlacement, *, stay: list[int]) -> int:
+    """Return the minimum number of slots of `after` to fill if the ranks `stay` of `before` become ranks of `after`."""
     had, wanted = (each.expert_of_slot.reshape(each.num_layers, each.ep_size, -1) for each in (before, after))
     is_there = (wanted[:, :, None, :, None] == had[:, None, stay, None, :]).any(axis=-1)
     kept = is_there.sum(axis=(0, 3))
@@ -133,7 +133,7 @@ def moved(
     """Return bytes of experts that moved until the plan was followed, and the least for where they lie now."""
     after = engine.loop.eplb.migration.placement
     slots = loaded + watch.moved_slots
-    least = least_slots(before, after, stay=stay)
+    least = min_slots(before, after, stay=stay)
     return {"moved_bytes": slots * slot_bytes, "planned_bytes": watch.moved_slots * slot_bytes} | {
         "least_bytes": least * slot_bytes,
         "ranks": after.ep_size,

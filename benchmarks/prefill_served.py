@@ -58,12 +58,12 @@ LIMIT_S = 300.0
 
 
 class StreamTimes(NamedTuple):
-    """Seconds of a stream."""
+    """Times of a stream, in seconds."""
 
     tokens: list[float]
-    """Of each token after the first event; the tokens of an event share the time since the event before."""
+    """Seconds per token after the first event. The time between two events is divided by the tokens of the second."""
     events: list[float]
-    """Between two events. A server groups the tokens of 10 ms per stream, so that they hardly show its steps."""
+    """Seconds between two events. The server sends the tokens of 10 ms in one event, so events hide single steps."""
 
 
 async def stream(client: httpx.AsyncClient, prompt: Sequence[int], *, num_new: int, seed: int) -> StreamTimes:

@@ -148,7 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _part_group(item: pytest.Item) -> tuple[str, str]:
-    """What one part runs as a whole: a file, or of a file over models those of one model."""
+    """Return the group that a part runs whole: the tests of a file, split by model if the file has several."""
     callspec = getattr(item, "callspec", None)
     params = callspec.params if callspec else {}
     named = (params.get(name) for name in ("case", "served", "checkpoint"))

@@ -139,7 +139,7 @@ def test_a_trainer_that_is_killed_between_two_buckets_changes_nothing(fleet, oth
 
 @pytest.mark.slow
 def test_a_trainer_that_is_interrupted_between_two_buckets_leaves_nothing_staged(fleet, other_checkpoint, monkeypatch):
-    """Over Ray: every replica drops the update at once, not after the ten minutes that it would wait for a bucket."""
+    """Every replica drops the update at once, not after its timeout of ten minutes for the next bucket."""
     before, call, staged = answered(fleet), Server.call, []
     sent = load_file(other_checkpoint / "model.safetensors")
 

@@ -78,7 +78,7 @@ def test_two_layers_decode_without_copies(model, topology, values):
 
 
 def test_one_layer_decodes_two_sequences_without_copies():
-    """The step that compiles in the least time."""
+    """Compile the cheapest step."""
     values = {"tp": 8, "expert_backend": "replicated", "max_running_requests": 2}
     (program,) = check(case_of("qwen3-30b-a3b", "v5e:2x4", values, num_layers=1), names=("decode_2",)).programs
     assert_sound(program)

@@ -76,7 +76,7 @@ def refuse(*_: object, **__: object) -> None:
 )
 @pytest.mark.parametrize("stage", ["lowered", pytest.param("optimized", marks=pytest.mark.slow)])
 def test_the_gate_takes_every_program_and_setting_of_a_config(path, stage, monkeypatch):
-    """Programs are refused by the compiler, or before they are traced, which takes 20 s of a config."""
+    """Reject programs in the compiler, or before tracing, which takes 20 s per config."""
     monkeypatch.setattr(program_report, stage, refuse)
     case = case_of_config(path, num_layers=2)
     served = lay_out(case)

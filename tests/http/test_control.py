@@ -16,7 +16,7 @@ from tests.support.engine import step_gate
 from tests.support.serving.http_client import GENERATE, TOKENS, ask, check_error, stream, wait_until
 
 NUM_WANTED = 160
-"""Steps of 20 ms each where a test meets what runs (`unhurried`)."""
+"""Number of new tokens. With `unhurried` each takes 20 ms, so that requests outlast the calls of a test."""
 ENDLESS = {"temperature": 0, "ignore_eos": True}
 PROMPT = [5, 6, 7]
 

@@ -70,8 +70,8 @@ def test_a_request_that_does_not_come_is_given_up(sent: bytes, front: Front) -> 
 
 
 @pytest.mark.parametrize("sent", NOT_HTTP.values(), ids=NOT_HTTP)
-def test_what_is_no_http_gets_a_page_of_the_front_and_reaches_no_replica(sent: bytes, front: Front) -> None:
-    """Its parser answers before any rule, so clients read no error object there."""
+def test_malformed_http_gets_a_page_of_the_front_and_reaches_no_replica(sent: bytes, front: Front) -> None:
+    """HAProxy's parser answers before its rules apply, so the body is not an error object."""
     before = front.replica.num_unnamed
     with connected(front) as connection:
         with suppress(BrokenPipeError, ConnectionResetError):  # it answers before it has read all

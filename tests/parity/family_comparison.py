@@ -25,7 +25,7 @@ PROMPT_LENGTHS = (1, 6, 30, 47)
 MAX_RELATIVE_DIFFERENCE = 1e-5
 """Allowed difference of float32 logits from float64, relative to the largest logit."""
 MAX_OWN_DIFFERENCES = 2.0
-"""The same as a multiple of the difference of transformers' float32 logits, which are rounded in another order."""
+"""Maximum ratio of our difference from float64 to the difference of transformers' float32 logits."""
 RECURRENT = ("qwen3_next", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "nemotron_h", "granitemoehybrid")
 """Families with recurrent layers."""
 RECURRENT_LENGTHS = (1, 30, 63, 64, 65, 128)
@@ -71,7 +71,7 @@ class Reference:
 
 
 def max_difference(own_difference: float) -> float:
-    """Return the allowed difference of our float32 values from float64, by that of transformers.
+    """Return the maximum difference of our float32 values from float64, given the difference of transformers' own.
 
     It is more than MAX_RELATIVE_DIFFERENCE where roundings are carried on: by recurrent states, with which transformers
     is 1e-4 from float64, and by attention without a factor.

@@ -42,7 +42,7 @@ _MULTIMODAL = {"step3p5": ("step3p7", {"width": 16, "layers": 1, "heads": 2, "im
 
 
 class FamilyReference:
-    """A model of transformers: greedy ids are of float32, scores of float64, from the same weights."""
+    """A model of transformers with float32 weights; it generates in float32 and scores in float64."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

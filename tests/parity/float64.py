@@ -1,4 +1,4 @@
-"""Run a model of transformers in float64, also where its code asks for float32."""
+"""Run a model of transformers in float64, even where its code requests float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def no_float32() -> Iterator[None]:
-    """Compute in float64 whatever asks for float32, or for no dtype at all.
+    """Compute in float64 where code requests float32 or no dtype.
 
     Raises:
         AssertionError: If a function of torch returns float32 all the same.

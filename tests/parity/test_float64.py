@@ -1,4 +1,4 @@
-"""Within `no_float32`, torch computes in float64 whatever code asks for."""
+"""Torch computes in float64 within `no_float32`, even where code requests float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.parity
     ],
     ids=["float", "to", "type", "softmax", "zeros", "default"],
 )
-def test_what_asks_for_float32_is_computed_in_float64(compute):
+def test_requests_for_float32_compute_in_float64(compute):
     values = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
     with float64.no_float32():
         found = compute(values)
@@ -30,7 +30,7 @@ def test_what_asks_for_float32_is_computed_in_float64(compute):
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_float32_that_comes_in_is_refused():
+def test_float32_inputs_are_rejected():
     weights = torch.ones(3, dtype=torch.float32)
     with pytest.raises(AssertionError, match="returned float32"), float64.no_float32():
         weights * 2

@@ -277,6 +277,6 @@ def test_answers_are_of_the_weights_that_they_name(engines, eplb, reference, pat
 
 
 def test_ties_excuse_hardly_anything_and_no_law_was_idle(reference):
-    """The six random interleavings that native kernels run have a range of a version each at least."""
+    """Each of the six random interleavings with native kernels has at least one range of a version."""
     reference.tally.check()
     assert reference.num_ranges > 6

@@ -23,7 +23,7 @@ from rayserve_moe.requests.records import GenerationRequest, ModelCard, RequestE
 from rayserve_moe.scheduling.plan_builder import Ending, Schedule
 from rayserve_moe.scheduling.record_copies import with_fields
 from rayserve_moe.scheduling.row_table import RowTable
-from rayserve_moe.scheduling.sequence import NUM_TOKENS, Guide, Sequence
+from rayserve_moe.scheduling.sequence import Guide, Sequence
 from rayserve_moe.scheduling.step_plan import SampleMasks
 from rayserve_moe.text.tokenizer import Tokenizer
 
@@ -220,8 +220,7 @@ def sample_masks(table: RowTable, schedule: Schedule) -> tuple[SampleMasks, list
         if rules.processed is not None:
             processing.append((sample, _processed(sequence, rules.processed)))
     for sample, sequence, guide in sorted(guided, key=lambda each: each[2].last_ms):
-        state = sequence.state
-        outputs = state.token_ids[sequence.num_prompt_tokens : state.counters[NUM_TOKENS]]
+        outputs = sequence.token_ids[sequence.num_prompt_tokens : sequence.num_tokens]
         mask = guide.next_mask(outputs) if spent_ms < BUDGET_MS else OVER_BUDGET
         spent_ms += guide.last_ms
         if isinstance(mask, FinishReason):

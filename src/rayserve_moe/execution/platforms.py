@@ -1,4 +1,4 @@
-"""Platform that computes: its check against the requested one, its line in the log, and XLA's threads on a CPU."""
+"""Check and description of the platform that computes, and XLA's number of threads on CPUs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ XLA_THREADS = "PJRT_NPROC"
 def limit_threads(model_path: str | Path) -> None:
     """Limit XLA to a single thread if the checkpoint is small. Call before jax touches a device.
 
-    The limit is for the whole process, later models and child processes included.
+    The limit holds for the process and its children, also when they load larger checkpoints later.
     """
     if open_checkpoint(model_path).num_bytes < ONE_THREAD_BYTES:
         set_environment_defaults({XLA_THREADS: "1"})

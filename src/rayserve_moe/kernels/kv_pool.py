@@ -84,7 +84,7 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
 
 
 def put_pages(pool: jax.Array, pages_N: jax.Array, targets_N: jax.Array) -> jax.Array:
-    """Put pages [N, ...] at `targets` of a pool, int32 [N], without those beyond it; returns the updated pool."""
+    """Put pages [N, ...] at `targets` of a pool, int32 [N]; return the updated pool. Targets beyond it are dropped."""
     return pool.at[targets_N].set(pages_N, mode="drop")
 
 

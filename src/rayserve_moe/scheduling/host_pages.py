@@ -186,7 +186,8 @@ class HostPages:
     def limit_restored(self, num_pages: int) -> None:
         """Set the maximum number of pages that a plan restores; at least RESTORED_PAGES.
 
-        A program copies as many in the time of one: with fewer, each page would seem slower, and the limit would sink.
+        A program copies RESTORED_PAGES in the time of one page. With a lower limit each page would seem slower, and the
+        limit would sink further.
         """
         self.max_restored = max(RESTORED_PAGES, min(num_pages, RESTORED_TOKENS // self._page_size))
 

@@ -1,6 +1,6 @@
 """Queue of sequences that wait for a row, and the choice of the next one to admit.
 
-Thousands may wait, and an admission compares all of them. So the compared numbers lie in arrays beside the sequences.
+Thousands may wait, and each admission compares all of them, so arrays hold their priorities and cached tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WaitingQueue:
 
     @property
     def num_equal(self) -> int:
-        """Return the number of sequences before the first with another priority than the front; the queue has one."""
+        """Return the number of sequences at the front that have the same priority. The queue is not empty."""
         priorities = self._columns[PRIORITY, : len(self)]
         differs = priorities != priorities[0]
         return int(differs.argmax()) if differs.any() else len(differs)
@@ -85,7 +85,7 @@ class WaitingQueue:
 def next_to_admit(
     waiting: WaitingQueue, *, cached_tokens: Callable[[Sequence], int], among: np.ndarray | None = None
 ) -> int:
-    """Return the place in `waiting` of the sequence to admit next, if given `among` some places only, ascending.
+    """Return the place in `waiting` of the sequence to admit next. `among` limits the choice to some places, ascending.
 
     Among the sequences with the priority of the front, it is the first with the most cached tokens (longest prefix
     match, as in SGLang). New conversations, which evict pages, thus wait until turns of known ones are served. To

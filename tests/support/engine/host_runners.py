@@ -46,7 +46,7 @@ def optimized() -> Iterator[None]:
 
 @contextmanager
 def shared_by_many() -> Iterator[None]:
-    """Compile what starts inside by `SHARED`, where programs are compiled quickly."""
+    """Compile engines that start inside with the options `SHARED`, unless they compile as for users."""
     if QUICK_FLAGS not in os.environ["XLA_FLAGS"]:
         yield
         return

@@ -20,7 +20,7 @@ OPTIMIZED: Options = {
 }
 """What XLA does unasked, for single programs where the environment asks for `QUICK`."""
 SHARED: Options = {**QUICK, "xla_backend_optimization_level": 1}
-"""For engines that many tests share: they compile for nearly twice as long as by `QUICK`, and a step takes a third."""
+"""Options for engines that many tests share. Compiling takes nearly twice as long as with `QUICK`, a step a third."""
 QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
 
 

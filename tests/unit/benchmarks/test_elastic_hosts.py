@@ -7,7 +7,7 @@ from inspect import signature
 import numpy as np
 import pytest
 
-from benchmarks.elastic_hosts import NodeExperts, PlanWatch, least_slots, table_of
+from benchmarks.elastic_hosts import NodeExperts, PlanWatch, min_slots, table_of
 from rayserve_moe.balancing.layout import num_incoming
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.planner import replan
@@ -24,15 +24,15 @@ def permuted(placement: ExpertPlacement, ranks: list[int]) -> ExpertPlacement:
 
 def test_hosts_that_stay_need_nothing_that_they_had_as_another_rank() -> None:
     before = identity_placement(2, 8, ep_size=4, num_redundant=0)
-    assert least_slots(before, before, stay=[0, 1, 2, 3]) == 0
-    assert least_slots(before, permuted(before, [3, 1, 0, 2]), stay=[0, 1, 2, 3]) == 0
-    assert least_slots(before, permuted(before, [3, 1, 0, 2]), stay=[0, 1, 2]) == 2 * 2, "those of the host that went"
+    assert min_slots(before, before, stay=[0, 1, 2, 3]) == 0
+    assert min_slots(before, permuted(before, [3, 1, 0, 2]), stay=[0, 1, 2, 3]) == 0
+    assert min_slots(before, permuted(before, [3, 1, 0, 2]), stay=[0, 1, 2]) == 2 * 2, "those of the host that went"
 
 
 def test_a_smaller_group_needs_the_experts_that_are_lost_at_least() -> None:
     before = identity_placement(1, 8, ep_size=4, num_redundant=0)
     after = identity_placement(1, 8, ep_size=2, num_redundant=0)
-    assert least_slots(before, after, stay=[0, 2]) == 4, "each has a half of its experts"
+    assert min_slots(before, after, stay=[0, 2]) == 4, "each has a half of its experts"
 
 
 def test_a_node_loads_an_expert_once() -> None:
@@ -86,5 +86,5 @@ def test_changes_of_size_move_little_more_than_they_must(seed: int, num_ranks: i
         now = planned(loads, first)
         moved += held.load(first, [str(node) for node in nodes])
         moved += num_incoming(now.expert_of_slot.reshape(2, len(nodes), -1), first)
-        least += least_slots(before, now, stay=[rank for rank, node in enumerate(former) if node in nodes])
+        least += min_slots(before, now, stay=[rank for rank, node in enumerate(former) if node in nodes])
     assert moved <= 1.3 * least

@@ -1,4 +1,4 @@
-"""What a worker or an engine tells XLA of a CPU host: threads for a small checkpoint, and how long collectives wait."""
+"""Workers and engines set XLA's number of threads on CPU hosts; workers also set the timeout of collectives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_small_checkpoint_gets_one_thread(
 def test_an_engine_limits_them_before_it_takes_a_device(
     monkeypatch: pytest.MonkeyPatch, core_checkpoint: Path, platform: str, threads: str | None
 ) -> None:
-    """As the worker of a server does: both then run the same programs."""
+    """The worker of a server does the same, so both run the same programs."""
     monkeypatch.setenv(XLA_THREADS, "")
     monkeypatch.delenv(XLA_THREADS)
     with pytest.raises((ValueError, SettingsError), match=r"4 does not divide over 3 devices|platform gpu"):

@@ -163,7 +163,7 @@ def test_a_program_that_cannot_be_loaded_is_compiled_again_and_replaced(tmp_path
 CHANGES = {
     "source of a kernel": lambda patch: patch.setattr(compile_cache, "source_digest", lambda: "edited"),
     "flags of the compiler": lambda patch: patch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_something=true"),
-    "threads of the compiler": lambda patch: patch.setenv("PJRT_NPROC", "3"),
+    "threads of the compiler": lambda patch: patch.setenv("PJRT_NPROC", "7"),
     "version of jax": lambda patch: patch.setattr(jax, "__version__", "0.0.1"),
     "instructions of the CPU": lambda patch: patch.setattr(compile_cache, "_cpu_features", lambda: "flags: fpu"),
     "rank": lambda patch: patch.setattr(jax, "process_index", lambda: 1),

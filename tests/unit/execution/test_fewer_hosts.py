@@ -47,7 +47,7 @@ def test_slots_divide_by_whatever_devices_are_left_and_nothing_else_changes(num_
 
 @pytest.mark.parametrize(("wanted", "taken"), [("auto", "off"), ("native", "native"), ("off", "off")])
 def test_kernels_that_pack_weights_are_taken_on_request_alone(wanted: str, taken: str) -> None:
-    """Weights that they packed cannot be cut for another number of hosts."""
+    """Packed weights cannot be cut for another number of hosts."""
     settings = replace(SETTINGS, compile=CompileSettings(cpu_kernels=wanted))
     found = settings_of_any_size(settings, spec=SPEC, plan=plan_for(jax.devices()[:1]))
     assert found.compile.cpu_kernels == taken

@@ -131,7 +131,7 @@ def test_hosts_load_experts_where_a_placement_wants_them(core_checkpoint: Path) 
 
 @pytest.mark.parametrize("num_redundant", [0, 1])
 def test_weights_that_native_kernels_packed_are_cut_for_no_other_group(num_redundant: int, tmp_path: Path) -> None:
-    """A group of the same layout reads them; another one says so, and keeps the weights that it serves."""
+    """A group with the same layout reads them. A group with another layout raises an error and keeps its weights."""
     need_native_kernels()
     path = write_checkpoint(tmp_path, NATIVE_CORE_CONFIG)
     native = CompileSettings(cpu_kernels="native")

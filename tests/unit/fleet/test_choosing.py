@@ -147,7 +147,7 @@ def test_short_requests_and_such_as_take_no_place_leave_a_replica_as_free_as_it_
 
 
 def test_a_request_that_takes_no_place_counts_as_one_until_reports_would_include_it():
-    """It may send another elsewhere, and none is left without a replica."""
+    """Such a request may move another request to a different replica, but none is rejected."""
     fleet, prompt = full_fleet((4, 5, 5, 5))
     assert fleet.choose(prompt) == "a" and fleet.choosing.places.num_free("a", now=fleet.now) == 0
     assert fleet.choose(prompt) in REPLICAS

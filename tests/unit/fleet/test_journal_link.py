@@ -1,4 +1,4 @@
-"""The connection to a journal ends when it is to, whatever it is doing, and finds a journal that was started anew."""
+"""A journal client closes at any time, and reconnects to a restarted journal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASKED = AskedRequest(
     "/generate", b"{}", "", "", prompts=(b"\0\0\0\0",), seeds=(0,), choices=(1,), weight_version="0", adapters=("",)
 )
 COMMAND = [sys.executable, "-m", "rayserve_moe.fleet.journal", "--host", "127.0.0.1", "--port"]
-"""As it is started by hand where no start command does: on Kubernetes, and on several machines."""
+"""Command line of a journal on Kubernetes or on several machines, where the user starts it."""
 
 
 @contextlib.contextmanager
@@ -92,8 +92,8 @@ def test_a_journal_that_is_started_by_hand_needs_a_key():
     assert ended.returncode == 2 and "RAYSERVE_MOE_JOURNAL_KEY is not set" in ended.stderr
 
 
-def test_a_pod_that_takes_the_place_of_a_lost_one_keeps_what_still_runs():
-    """There is no standby: until the next one listens at the same address, the replica knows that it has none."""
+def test_a_replaced_journal_learns_the_running_requests():
+    """Without a standby the replica reports no journal until a new one listens at the same address."""
     port = free_port()
     client = JournalClient(("127.0.0.1", port), key=KEY, epoch=1)
     try:

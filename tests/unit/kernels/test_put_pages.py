@@ -1,4 +1,4 @@
-"""Pages from elsewhere are put at their places in a pool, and nothing else changes."""
+"""Pages are put at their targets in a pool, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.kernels.native_kernels import need_native_kernels
 
 NUM_PAGES, PAGE = 11, (4, 2, 6)
 TARGETS = np.array([7, NUM_PAGES, 0, 3], np.int32)
-"""The second page has no place."""
+"""The second target is beyond the pool."""
 
 
 def put(kernels: Kernels, pool: np.ndarray, pages: np.ndarray) -> jax.Array:
@@ -30,7 +30,7 @@ def put(kernels: Kernels, pool: np.ndarray, pages: np.ndarray) -> jax.Array:
     [(CPU, np.float32), (CPU, np.uint16), (CPU_NATIVE, ml_dtypes.bfloat16), (CPU_NATIVE, np.float32)],
     ids=["xla-float32", "xla-uint16", "native-bfloat16", "native-float32"],
 )
-def test_pages_are_at_their_places(kernels: Kernels, dtype: type, shape: tuple[int, ...]):
+def test_pages_are_put_at_their_targets(kernels: Kernels, dtype: type, shape: tuple[int, ...]):
     generator = np.random.default_rng(1)
     pool, pages = (generator.integers(0, 200, (count, *shape)).astype(dtype) for count in (NUM_PAGES, len(TARGETS)))
     expected = pool.copy()

@@ -124,7 +124,7 @@ def test_a_cached_prompt_does_not_overtake_a_smaller_priority():
 
 
 @given(changes=st.lists(st.tuples(st.sampled_from(["add", "first", "remove"]), st.integers(-2, 2)), max_size=200))
-def test_what_is_known_of_a_sequence_follows_it_through_the_queue(changes: list[tuple[str, int]]):
+def test_cached_tokens_follow_their_sequence_through_the_queue(changes: list[tuple[str, int]]):
     waiting, wanted, known = WaitingQueue(), list[Sequence](), dict[Sequence, int]()
     for number, (change, value) in enumerate(changes):
         if change == "remove" and wanted:

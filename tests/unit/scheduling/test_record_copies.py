@@ -1,4 +1,4 @@
-"""A copy of a record differs in the fields that were given, and in nothing else."""
+"""A copy of a record differs in the given fields only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAN = StepPlan(7, columns=("top_ids",), holds_samples=True)
         (StepOutput(np.ones(3), topk_ids_MTK=np.zeros(2)), {"topk_ids_MTK": None, "columns": {"top": np.ones(1)}}),
     ],
 )
-def test_it_is_what_replace_returns(record: object, changed: dict[str, object]):
+def test_it_equals_the_copy_of_replace(record: object, changed: dict[str, object]):
     before = dict(vars(record))
     found, wanted = with_fields(record, **changed), replace(record, **changed)
     assert type(found) is type(wanted) and [each.name for each in fields(found)] == list(vars(found))

@@ -360,7 +360,7 @@ def copy_pages(pool: jax.Array, sources_N: jax.Array, targets_N: jax.Array, coun
 
 
 def put_pages(pool: jax.Array, pages_N: jax.Array, targets_N: jax.Array) -> jax.Array:
-    """Do `kv_pool.put_pages` in place: XLA converts all of a bfloat16 pool to float32 for it, and back."""
+    """Do `kv_pool.put_pages` in place. XLA:CPU would convert the whole bfloat16 pool to float32 and back."""
     call = jax.ffi.ffi_call(f"{PREFIX}put", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={0: 0})
     return call(pool, pages_N, targets_N)
 

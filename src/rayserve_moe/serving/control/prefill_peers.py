@@ -21,7 +21,7 @@ class PrefillPeers:
     def __init__(self, member: FleetMember, calls: FleetCalls) -> None:
         self._member, self._calls = member, calls
         self._asked: Counter[str] = Counter()
-        """Prompt tokens that each peer has not answered; only the loop's thread writes it."""
+        """Number of unanswered prompt tokens per peer. Only the thread of `_loop` changes it."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="prefill", daemon=True).start()
 
