@@ -168,6 +168,32 @@ def test_drafts_after_a_rest_are_those_of_the_files(drafting_engine, kind: str):
     assert len(compared) > 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SOME)
+def test_drafts_after_a_rest_are_those_without_one(drafting_engine, kind: str):
+    """Native attention computes no query in steps that only store keys."""
+    engine, _ = drafting_engine(kind)
+    engine.runner.later.wait()
+
+    def drafts_of(executor: PreparedExecutor) -> dict[tuple[int, int], list[int]]:
+        proposer, found = ModelProposer("drafts"), {}
+
+        def look(cycle: StepCycle, _: int) -> Iterable[Sequence]:
+            for sequence in (each for each in cycle.scheduler.running if each.num_outputs):
+                if len(drafts := proposer.propose(sequence, DRAFTS)):
+                    found[sequence.num_prompt_tokens, sequence.num_tokens] = drafts.tolist()
+            return ()
+
+        way = replace(PLAIN, proposer=proposer, num_drafts=DRAFTS, intervene=look, overlaps=False, executor=executor)
+        requests = [request_for(np.arange(5, 25), max_new_tokens=25), request_for(np.arange(40, 90), max_new_tokens=19)]
+        run_together(engine.runner, engine.card, requests, way=way)
+        return found
+
+    resting, always = drafts_of(Resting(engine.runner)), drafts_of(PreparedExecutor(engine.runner, NUM_PAGES))
+    both = resting.keys() & always.keys()
+    assert len(both) > 3 and {key: resting[key] for key in both} == {key: always[key] for key in both}
+
+
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize("seed", [11])
 def test_drafts_of_models_do_not_show(drafting_engine, kind: str, seed: int):

@@ -43,7 +43,8 @@ class TokenBatch:
     of each block's sequence. `num_singles` is U. If layers have different page tables, slots and tables have a further
     dimension ahead, and `layer_pages` assigns them to layers. If several single tokens may belong to the same sequence,
     `sequences_U` int32 holds the sequence of each, with at most `max_together` per sequence (`Together`). `rows_B`
-    int32 are the data rank's rows of single tokens and blocks; rows of padding are arbitrary.
+    int32 are the data rank's rows of single tokens and blocks; rows of padding are arbitrary. `stores_only` promises
+    that nothing reads the outputs of attention: kernels may store keys and values, and return anything.
     """
 
     token_ids_T: jax.Array
@@ -57,6 +58,7 @@ class TokenBatch:
     rows_B: jax.Array | None = None
     entries_B3: jax.Array | None = None
     """The entries of those rows, int32, if layers keep entries (`reference.gated_delta.RowEntries`)."""
+    stores_only: bool = field(default=False, metadata={"static": True})
 
     @property
     def together(self) -> Together | None:

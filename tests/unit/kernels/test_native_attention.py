@@ -167,6 +167,19 @@ def test_it_is_the_pure_layer(model, case):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
+    "model", ["norms of heads", "biases", "softplus gates of heads", "keys as values", "narrow values, scaled"]
+)
+def test_a_layer_that_only_stores_stores_what_one_that_attends_does(model):
+    spec, batch = spec_with(**MODELS[model]), batch_of(*CASES[MIXED])
+    hidden = drawn_hidden(len(batch.positions_T), spec.hidden_size)
+    _, stored = natively(spec, replace(batch, stores_only=True), hidden)
+    _, expected = natively(spec, batch, hidden)
+    np.testing.assert_array_equal(stored, expected)
+    assert not np.array_equal(stored, np.asarray(pool_of(spec), np.float32), equal_nan=True)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
     "model",
     [
         "norms of heads",

@@ -108,6 +108,15 @@ def test_a_token_has_the_same_bits_whatever_stands_beside_it():
     np.testing.assert_array_equal(outputs(hidden[:1], [0], [0], 1)[0], together[2])
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_a_layer_that_only_stores_stores_what_one_that_attends_does(name):
+    model, hidden, weights = case_of(name)
+    call, batch = call_of(model, weights), at_position(5)
+    (_, expected), (_, stored) = (call(replace(batch, stores_only=only), hidden[:1]) for only in (False, True))
+    np.testing.assert_array_equal(np.asarray(stored, np.float32), np.asarray(expected, np.float32))
+    assert np.isfinite(np.asarray(stored, np.float32)).sum() == model.kv_lora + model.rope
+
+
 def call_of(model: LatentModel, weights: Weights):
     """The kernel as a function of what a call changes: the pool of 10 pages per layer is all NaN before."""
     stacked = {name: jnp.asarray(array, jnp.bfloat16) for name, array in weights.items()}

@@ -30,7 +30,7 @@ ARRAY_AXES = (ROW_AXES, ROW_AXES[:1], ROW_AXES)
 """Logical axes of the row arrays of a draft's state, over all data ranks."""
 
 
-def extended(
+def extended(  # noqa: PLR0913 (the parts of a step, by keyword)
     weights: ModelWeights,
     state: DeviceState,
     *,
@@ -38,11 +38,16 @@ def extended(
     out: ForwardOutput,
     own: OwnSamples,
     config: DraftConfig,
-) -> DraftState:
-    """Return the draft's state after a step, on a device; each token is followed by the next token or its sample.
+    rests: bool = False,
+) -> DeviceState:
+    """Return the state with that of the draft after a step, on a device.
 
-    The token after a prompt chunk of a single token is not known here, so the token itself takes its place. If several
-    choices sample after the same token, the first sample follows it for all of them. Both only make some drafts wrong.
+    Each token is followed by the next token or its sample. The token after a prompt chunk of a single token is not
+    known here, so the token itself takes its place. If several choices sample after the same token, the first sample
+    follows it for all of them. Both only make some drafts wrong.
+
+    If the draft `rests`, the pools have the step's keys and values, and the other arrays are those of `state`. XLA then
+    removes what only features need, and `TokenBatch.stores_only` is set for kernels that attend while they store keys.
     """
     batch, places_S = step.batch, step.sample_places_S
     both, draft = weights_of_both(weights), draft_of(state)
@@ -55,13 +60,15 @@ def extended(
     if batch.num_prefill_blocks:
         next_T = next_T.at[_known_ends(step)].set(step.block_nexts_B, mode="drop")
     features_TD = target_features(*both, out, config=config)
-    of_next = replace(batch, token_ids_T=next_T)
+    of_next = replace(batch, token_ids_T=next_T, stores_only=rests)
     features_TD, pools = draft_features(both, draft.pools, of_next, features_TD, config=config)
-    return draft._replace(
-        pools=pools,
-        features_RD=draft.features_RD.at[own.rows_S].set(features_TD[places_S], mode="drop"),
-        positions_R=draft.positions_R.at[own.rows_S].set(batch.positions_T[places_S], mode="drop"),
-    )
+    draft = draft._replace(pools=pools)
+    if not rests:
+        draft = draft._replace(
+            features_RD=draft.features_RD.at[own.rows_S].set(features_TD[places_S], mode="drop"),
+            positions_R=draft.positions_R.at[own.rows_S].set(batch.positions_T[places_S], mode="drop"),
+        )
+    return replace(state, draft=draft)
 
 
 def _known_ends(step: DeviceInput) -> jax.Array:

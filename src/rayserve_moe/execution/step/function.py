@@ -12,14 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rayserve_moe.decoding.sampling import Sampled
-from rayserve_moe.execution.drafts.parts import draft_of
 from rayserve_moe.execution.drafts.steps import draft_partitions, extended
 from rayserve_moe.execution.step.inputs import DeviceInput, InputLayout, change_pages, unpack
 from rayserve_moe.execution.step.page_copies import apply_copies, equal_pages
 from rayserve_moe.execution.step.pytrees import (
     BlockInputs,
     DeviceState,
-    DraftState,
     ModelWeights,
     StepConfig,
     StepOutput,
@@ -105,8 +103,8 @@ def run_step(  # noqa: PLR0913 (arguments of the program)
         state = replace(state, pools=out.pools, expert_counts_ME=counts_ME)
         sampled, own, logits_AV, state = sample_rows(logits_AV, state, samples=_samples_of(step), config=config)
         if config.draft is not None:
-            draft = extended(weights, state, step=step, out=out, own=own, config=config.draft)
-            state = replace(state, draft=_keys_alone(state, draft) if layout.shape.drafts_rest else draft)
+            rests = layout.shape.drafts_rest
+            state = extended(weights, state, step=step, out=out, own=own, config=config.draft, rests=rests)
         output = replace(_output(sampled, out, config=config), layer_states_LTD=layer_states_LTD)
         hidden_TD = out.hidden_TD if config.shows_hidden or blocks is not None else None
         return state, output, (logits_AV if config.holds_samples else None, hidden_TD)
@@ -121,11 +119,6 @@ def run_step(  # noqa: PLR0913 (arguments of the program)
         check_vma=False,
     )(weights, state, vectors_NW, blocks, adapters)
     return state, replace(output, logits_AV=logits_AV, hidden_TD=hidden_TD)
-
-
-def _keys_alone(state: DeviceState, after: DraftState) -> DraftState:
-    """Store the keys and values of a draft's layer. XLA removes the rest of the layer as unused."""
-    return draft_of(state)._replace(pools=after.pools)
 
 
 def _parted(out: ForwardOutput, *, num_states: int, config: StepConfig) -> tuple[ForwardOutput, jax.Array | None]:

@@ -22,6 +22,7 @@ struct AttentionShapes {
   int64_t gate_width = 0;     // gates of a token: one for each element of its queries, or for each head; 0: none
   bool has_softplus = false;  // gates are softplus, not sigmoids
   int64_t num_chosen = 0, chosen_size = 0;  // blocks of keys that a token sees at most, and keys of a block
+  bool stores_only = false;  // keys and values are stored; no token attends, and nothing is written to `out`
   int64_t q_width() const { return num_heads * rules.head_width; }
   int64_t k_width() const { return num_kv_heads * rules.head_width; }
   int64_t v_width() const { return num_kv_heads * value_width; }
@@ -52,13 +53,14 @@ inline BlockTokens tokens_of(int64_t block, const AttentionShapes& s) {
   return {s.num_singles + (block - s.num_singles) * s.block_tokens, s.block_tokens};
 }
 
-// Norms, bounds and rotates the queries and keys of one token, and writes its key and value to the pool.
+// Norms, bounds and rotates the key of one token, and writes it to the pool with its value; likewise its queries, unless
+// `query` is null.
 inline void place_token(const AttentionShapes& s, const AttentionArrays& a, int64_t t, bf16* query, bf16* key,
                         bf16* value) {
   const int64_t h = s.rules.head_width, v = s.value_width;
   const float *cos = a.cos + t * s.rules.rotated_pairs, *sin = a.sin + t * s.rules.rotated_pairs;
   const float* mean_squares = a.mean_squares ? a.mean_squares + 2 * t : nullptr;
-  shape_heads(query, s.q_width(), a.q_norm, mean_squares, cos, sin, s.rules);
+  if (query) shape_heads(query, s.q_width(), a.q_norm, mean_squares, cos, sin, s.rules);
   shape_heads(key, s.k_width(), a.k_norm, mean_squares ? mean_squares + 1 : nullptr, cos, sin, s.rules);
   if (s.rules.norms_values) norm_plain(value, s.v_width(), v, s.rules.eps);
   if (s.rules.clip > 0) clip_row(value, s.v_width(), s.rules.clip);
@@ -125,16 +127,19 @@ inline void gate_rows(const AttentionShapes& s, bf16* attended, const bf16* gate
 }
 
 inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) {
-  const int64_t q_width = s.q_width(), k_width = s.k_width(), v_width = s.v_width(), out_width = s.out_width();
+  const bool attends = !s.stores_only;
+  const int64_t q_width = attends ? s.q_width() : 0, out_width = attends ? s.out_width() : 0;
+  const int64_t k_width = s.k_width(), v_width = s.v_width(), gate_width = attends ? s.gate_width : 0;
   thread_local Scratch<bf16> scratch;
-  bf16* queries = scratch.sized(s.num_tokens * (q_width + out_width + k_width + v_width + s.gate_width));
+  bf16* queries = scratch.sized(s.num_tokens * (q_width + out_width + k_width + v_width + gate_width));
   bf16* attended = queries + s.num_tokens * q_width;
   bf16* keys = attended + s.num_tokens * out_width;
   bf16* values = keys + s.num_tokens * k_width;
   bf16* gates = values + s.num_tokens * v_width;
   thread_local AdaptedRows adapted_here[4];
   const AdaptedRows* adapted[4] = {};
-  const Adapters* const of[4] = {&a.q_adapters, &a.k_adapters, &a.v_adapters, &a.gate_adapters};
+  const Adapters none, *const of[4] = {attends ? &a.q_adapters : &none, &a.k_adapters, &a.v_adapters,
+                                       attends ? &a.gate_adapters : &none};
   for (int i = 0; i < 4; ++i) {
     if (!of[i]->a) continue;
     adapted_here[i].find(*of[i], a.hidden, s.width, s.num_tokens);
@@ -143,11 +148,12 @@ inline void attention_layer(const AttentionShapes& s, const AttentionArrays& a) 
   project(a.hidden, s.num_tokens, s.width, {{a.q, a.q_bias, queries, q_width, adapted[0]},
                                             {a.k, a.k_bias, keys, k_width, adapted[1]},
                                             {a.v, a.v_bias, values, v_width, adapted[2]},
-                                            {a.gate, nullptr, gates, s.gate_width, adapted[3]}});
+                                            {a.gate, nullptr, gates, gate_width, adapted[3]}});
   for_pieces(s.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
-      place_token(s, a, t, queries + t * q_width, keys + t * k_width, values + t * v_width);
+      place_token(s, a, t, attends ? queries + t * q_width : nullptr, keys + t * k_width, values + t * v_width);
   });
+  if (!attends) return;
   attend_blocks(s, a, queries, attended);
   if (a.gate) gate_rows(s, attended, gates);
   multiply_adapted(attended, s.num_tokens, out_width, a.o, s.width, a.out, a.o_adapters);

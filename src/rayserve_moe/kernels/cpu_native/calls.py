@@ -256,7 +256,7 @@ def attend_layer(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `attention_layer.attend_layer` with packed projections: float32 [T, D], and the pool, in place.
 
-    It rounds at the same places.
+    It rounds at the same places. If the batch `stores_only`, no query is computed and the first output is undefined.
     """
     weights, batch, rotation, layer, _, _, _, chosen_TGK, adapters = inputs
     batch, first_page, num_pages = batch.of_layer(layer, kv_pages, len(weights["q_LDH"]))
@@ -303,6 +303,7 @@ def attend_layer(
         norms_after=config.norms_after_rotation,
         norms_values=config.norms_values,
         has_softplus=config.output_gate == "softplus",
+        stores_only=batch.stores_only,
     )
     return out_TD, kv_pages
 
@@ -312,7 +313,8 @@ def attend_latent_layer(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `latent_attention.attend_latent_layer` with packed weights: float32 [T, D], and the pool, in place.
 
-    It rounds at the same places, and also rounds queries against latents: they are multiplied as bfloat16.
+    It rounds at the same places, and also rounds queries against latents: they are multiplied as bfloat16. If the batch
+    `stores_only`, no query is computed and the first output is undefined.
 
     Prompts are attended in the latent space as single tokens are: keys expanded for prompts would give a token other
     bits in a block than alone, so that its outputs would depend on how its prompt is cut and on preemption. This costs
@@ -348,6 +350,7 @@ def attend_latent_layer(
         norm_eps=np.float32(config.norm_eps),
         scale=np.float32(config.score_scale),
         is_interleaved=config.interleaved_rotation,
+        stores_only=batch.stores_only,
     )
     return out_TD, kv_pages
 

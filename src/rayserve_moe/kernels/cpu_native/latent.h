@@ -83,17 +83,18 @@ struct LatentProduct {
   }
 };
 
-// Latents of keys and of queries; or the queries themselves, where they have none.
+// Latents of keys and of queries; or the queries themselves, where they have none. Of keys alone if no token attends.
 inline void project_down(const LatentShapes& s, const LatentArrays& a, LatentRows& rows) {
   const int64_t depth = s.batch.width;
   rows.keys_adapted.find(a.kv_a_adapters, a.hidden, depth, s.batch.num_tokens);
-  rows.queries_adapted.find(s.query_latent > 0 ? a.q_a_adapters : a.q_b_adapters, a.hidden, depth, s.batch.num_tokens);
+  if (!s.batch.stores_only)
+    rows.queries_adapted.find(s.query_latent > 0 ? a.q_a_adapters : a.q_b_adapters, a.hidden, depth, s.batch.num_tokens);
   const LatentProduct keys{a.kv_a, a.kv_a_bias, depth, s.cached(), rows.latents.data(), rows.keys_adapted};
   const LatentProduct queries = s.query_latent > 0
       ? LatentProduct{a.q_a, a.q_a_bias, depth, s.query_latent, rows.query_latents.data(), rows.queries_adapted}
       : LatentProduct{a.q_b, nullptr, depth, s.heads() * s.head(), rows.queries.data(), rows.queries_adapted};
   const int64_t panels_of_keys = num_panels(keys.width);
-  for_each(panels_of_keys + num_panels(queries.width), [&](int64_t item) {
+  for_each(panels_of_keys + (s.batch.stores_only ? 0 : num_panels(queries.width)), [&](int64_t item) {
     if (item < panels_of_keys) keys.run(a.hidden, s.batch.num_tokens, item);
     else queries.run(a.hidden, s.batch.num_tokens, item - panels_of_keys);
   });
@@ -111,7 +112,7 @@ inline void norm_latents(const LatentShapes& s, const LatentArrays& a, LatentRow
   for_pieces(s.batch.num_tokens, 8, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       bf16* const query = rows.query_latents.data() + t * s.query_latent;
-      if (s.query_latent > 0) norm_row(query, {a.q_a_norm}, query, s.query_latent, s.norm_eps);
+      if (s.query_latent > 0 && !s.batch.stores_only) norm_row(query, {a.q_a_norm}, query, s.query_latent, s.norm_eps);
       if (a.positions[t] < 0) continue;  // padding: all of it has the same slot
       const bf16* const latent = rows.latents.data() + t * s.cached();
       bf16* const target = a.pool + a.kv_slots[t] * s.cached();
@@ -280,6 +281,7 @@ inline void latent_attention_layer(const LatentShapes& s, const LatentArrays& a)
   rows.fit(s);
   project_down(s, a, rows);
   norm_latents(s, a, rows);
+  if (s.batch.stores_only) return;
   const int64_t num_tokens = s.batch.num_tokens, query_width = s.heads() * s.head();
   if (s.query_latent > 0)
     multiply_adapted(rows.query_latents.data(), num_tokens, s.query_latent, a.q_b, query_width, rows.queries.data(),

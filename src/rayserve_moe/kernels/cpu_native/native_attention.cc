@@ -21,7 +21,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
                      Bf16 v_bias, Bf16 sinks, F32 mean_squares, F32 cos, F32 sin, S32 kv_slots, S32 positions,
                      S32 page_table, S32 layer, S32 first_page, S32 num_pages, S32 windows, S32 chosen, Bf16 pool,
                      int64_t chosen_size, int64_t num_singles, int64_t value_width, float eps, float scale, float clip, float value_scale,
-                     bool is_interleaved, bool norms_after, bool has_softplus, bool norms_values,
+                     bool is_interleaved, bool norms_after, bool has_softplus, bool norms_values, bool stores_only,
                      ffi::RemainingArgs adapters, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, cos) || !have_dims(3, q) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
@@ -41,7 +41,7 @@ ffi::Error Attention(Bf16 hidden, Bf16 q, Bf16 k, Bf16 v, Bf16 o, Bf16 gate, Sca
   s.table_width = size_of(page_table, 1), s.scale = scale;
   s.window = windows.element_count() ? windows.typed_data()[at] : 0;
   s.num_chosen = chosen.element_count() && chosen.dimensions().size() == 3 ? size_of(chosen, 2) : 0;
-  s.chosen_size = chosen_size;
+  s.chosen_size = chosen_size, s.stores_only = stores_only;
   if (!is_absent_or(chosen, {s.num_tokens, s.num_kv_heads, s.num_chosen}) || (s.num_chosen > 0 && chosen_size < 1))
     return wrong("attention has no such blocks of keys");
   if (!native::fit(s)) return wrong("attention has no such heads, pages, blocks or widths");
@@ -94,5 +94,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeAttention, Attention,
                                   .Arg<Bf16>().Attr<int64_t>("chosen_size").Attr<int64_t>("num_singles").Attr<int64_t>("value_width").Attr<float>("eps")
                                   .Attr<float>("scale").Attr<float>("clip").Attr<float>("value_scale")
                                   .Attr<bool>("is_interleaved").Attr<bool>("norms_after").Attr<bool>("has_softplus")
-                                  .Attr<bool>("norms_values").RemainingArgs()
+                                  .Attr<bool>("norms_values").Attr<bool>("stores_only").RemainingArgs()
                                   .Ret<F32>().Ret<Bf16>());

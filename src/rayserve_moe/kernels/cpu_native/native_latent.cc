@@ -10,7 +10,7 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
                   Bf16 q_a_bias, Bf16 kv_a_bias, F32 cos, F32 sin, S32 kv_slots, S32 positions, S32 page_table,
                   S32 layer, S32 first_page, S32 num_pages, F32 query_scale, S32 chosen, Bf16 gate, Bf16 pool,
                   int64_t num_singles, int64_t nope_dim, float norm_eps, float scale, bool is_interleaved,
-                  ffi::RemainingArgs adapters, ffi::ResultBuffer<ffi::F32> out,
+                  bool stores_only, ffi::RemainingArgs adapters, ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::BF16> pool_out) {
   if (!have_dims(2, hidden, page_table, kv_a_norm) || !have_dims(3, o, k_b, v_b) || !have_dims(4, pool) ||
       !have_dims(0, layer, first_page, num_pages))
@@ -25,6 +25,7 @@ ffi::Error Latent(Bf16 hidden, Bf16 q_a, Bf16 q_b, Bf16 kv_a, Bf16 k_b, Bf16 v_b
   b.num_tokens = size_of(hidden, 0), b.width = size_of(hidden, 1), b.num_heads = native::times(nope_dim, size_of(k_b, 1));
   s.value = native::times(b.num_heads, size_of(v_b, 1));
   b.page_size = size_of(pool, 1), b.num_pages = num_pages.typed_data()[0], b.table_width = size_of(page_table, 1);
+  b.stores_only = stores_only;
   b.num_singles = num_singles, b.num_blocks = size_of(page_table, 0) - num_singles, b.scale = scale;
   b.block_tokens = b.num_blocks ? native::times(b.num_blocks, b.num_tokens - num_singles) : 0;
   if (!native::fit(s)) return wrong("latent attention has no such heads, pages, blocks or widths");
@@ -80,4 +81,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RayserveMoeLatent, Latent,
                                   .Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<Bf16>().Arg<F32>().Arg<F32>().Arg<S32>()
                                   .Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<S32>().Arg<Bf16>()
                                   .Arg<Bf16>().Attr<int64_t>("num_singles").Attr<int64_t>("nope_dim").Attr<float>("norm_eps")
-                                  .Attr<float>("scale").Attr<bool>("is_interleaved").RemainingArgs().Ret<F32>().Ret<Bf16>());
+                                  .Attr<float>("scale").Attr<bool>("is_interleaved").Attr<bool>("stores_only").RemainingArgs().Ret<F32>().Ret<Bf16>());
