@@ -108,6 +108,8 @@ class DataRank:
 
     def num_cached(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence are cached here and usable in every state."""
+        if not self.tree.num_cached_pages:
+            return 0
         namespace, token_ids = sequence.cache.namespace, reusable_tokens(sequence)
         if not self.states:
             return self.tree.match_length(namespace, token_ids)

@@ -99,13 +99,15 @@ def seconds(seconds_of: Curve, *, num_streams: int, share: float | None, clock: 
     return timed.now
 
 
-def seconds_of_short(num_requests: int, *, proposer: Proposer | None) -> float:
+def seconds_of_short(
+    num_requests: int, *, proposer: Proposer | None, timed: SmallModel | TimedHead | None = None
+) -> float:
     """Return the seconds for many short answers, 16 at a time; each step after the first has prompts."""
     target = scheduler(num_rows=16, verify_rows=16 * (1 + MOST), max_tokens=256, num_pages=64, page_size=16)
     speculation = None
     if proposer is not None:
         speculation = Speculation(target.table, proposer, max_drafts=MOST, reach=some_reach())
-    timed = SmallModel(CURVES["not at all"])
+    timed = timed or SmallModel(CURVES["not at all"])
     cycle = cycle_with(target, timed, speculation=speculation)
     for i in range(num_requests):
         is_early = i < 16
@@ -157,6 +159,15 @@ def test_a_head_that_is_never_right_is_asked_less_and_less():
 def test_short_answers_whose_prompts_fill_most_steps_end_a_trial_as_well():
     plain = seconds_of_short(600, proposer=None)
     assert plain / seconds_of_short(600, proposer=EarlyAlone(share=0.9)) >= LEAST_OF_PLAIN
+
+
+def test_a_head_is_not_asked_again_while_every_step_has_prompts():
+    cost = CURVES["not at all"]
+    plain, own = (
+        seconds_of_short(600, proposer=proposer, timed=TimedHead(cost, share=0.0))
+        for proposer in (None, ModelProposer("head"))
+    )
+    assert plain / own >= LEAST_OF_PLAIN
 
 
 @pytest.mark.parametrize("share", [0.9, 1.0])

@@ -116,10 +116,13 @@ class Speculation:
         return {row: drafts[:count] for row, drafts in found.items()} if count else NO_DRAFTS
 
     def with_drafting(self, schedule: Schedule, in_flight: Schedule | None) -> Schedule:
-        """Return the next step with the inputs of a draft model; drafts are also requested before an estimate."""
+        """Return the next step with the inputs of a draft model; drafts are also requested before an estimate.
+
+        A step with prompts has none, because no estimate follows it (`record_time`).
+        """
         if not isinstance(self.proposer, ModelProposer):
             return schedule
-        is_looked_at = self._trial.rest == (1 if in_flight is None else 2)
+        is_looked_at = self._trial.rest == (1 if in_flight is None else 2) and not schedule.plan.has_blocks
         return with_drafting(schedule, self._table, wants_drafts=self.is_on or is_looked_at)
 
     def record_result(self, schedule: Schedule, result: StepResult, *, counts: np.ndarray | None) -> None:
