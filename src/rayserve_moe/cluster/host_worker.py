@@ -29,7 +29,7 @@ from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.execution.fewer_hosts import Parts, pages_beside_copies, pages_with_fewest, settings_of_any_size
 from rayserve_moe.execution.memory import free_bytes
 from rayserve_moe.execution.native_kernels import kernels_in_words
-from rayserve_moe.execution.platforms import check_platform, limit_threads
+from rayserve_moe.execution.platforms import check_platform, limit_threads, lower_priority
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.weights.placing import open_model
@@ -104,6 +104,8 @@ class HostWorker:
         self._heartbeat.enter(WARMING)
         report = self._runner.warm_up()
         freeze_what_stays()
+        if self._place.num_cpu_devices:
+            lower_priority()
         self._heartbeat.enter(SERVING)
         return report
 

@@ -1,8 +1,11 @@
-"""Workers and engines set XLA's number of threads on CPU hosts; workers also set the timeout of collectives."""
+"""Workers and engines set XLA's number of threads on CPU hosts; workers also their priority and a timeout."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from safetensors.numpy import save_file
 from rayserve_moe import Engine
 from rayserve_moe.cluster.host_worker import limit_collectives
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.execution.platforms import ONE_THREAD_BYTES, XLA_THREADS, limit_threads
+from rayserve_moe.execution.platforms import NICENESS, ONE_THREAD_BYTES, XLA_THREADS, limit_threads
 
 
 def checkpoint_of(directory: Path, num_bytes: int) -> Path:
@@ -39,6 +42,28 @@ def test_a_small_checkpoint_gets_one_thread(
         monkeypatch.delenv(XLA_THREADS)
     limit_threads(checkpoint_of(tmp_path, num_bytes))
     assert os.environ.get(XLA_THREADS) == threads
+
+
+THREADS = """
+import os
+from threading import Event, Thread
+from rayserve_moe.execution.platforms import lower_priority
+
+ends = Event()
+Thread(target=ends.wait).start()
+os.setpriority(os.PRIO_PROCESS, 0, 7)
+lower_priority()
+lower_priority()
+print(sorted(os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")))
+ends.set()
+"""
+
+
+def test_threads_of_a_worker_let_those_of_servers_go_first() -> None:
+    """Linux has a nice value per thread. One that is higher already stays."""
+    done = subprocess.run([sys.executable, "-c", THREADS], check=True, capture_output=True, text=True, timeout=600)
+    found = json.loads(done.stdout)
+    assert found[-1] == 7 and set(found[:-1]) == {NICENESS}
 
 
 @pytest.mark.parametrize(("platform", "threads"), [("auto", "1"), ("cpu", "1"), ("gpu", None)])
