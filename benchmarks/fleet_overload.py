@@ -18,7 +18,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -74,9 +74,9 @@ class Watched:
     resident: list[tuple[float, dict[str, int]]] = field(default_factory=list)
 
 
-def resident_bytes(serve: ServeProcess) -> dict[str, int]:
+def resident_bytes(pids: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return resident bytes of the largest process of each part."""
-    return {part: max(map(_resident, serve.pids_of(title)), default=0) for part, title in PARTS.items()}
+    return {part: max(map(_resident, of_part), default=0) for part, of_part in pids.items()}
 
 
 def _resident(pid: int) -> int:
@@ -113,6 +113,7 @@ def rate_of(seen: list[Seen], since: float, until: float) -> float:
 
 async def open_loop(serve: ServeProcess, *, rate: float, max_tokens: int, seconds: float) -> Watched:
     """Ask at random moments, `rate` times a second on average, for so long; waits for all answers."""
+    pids = {part: serve.pids_of(title) for part, title in PARTS.items()}  # takes long enough to hold up the clients
     watched, over, draw = Watched(), time.monotonic() + seconds, random.Random(0)
 
     async def every(period_s: float, look: Callable[[], Awaitable[None]]) -> None:
@@ -126,7 +127,7 @@ async def open_loop(serve: ServeProcess, *, rate: float, max_tokens: int, second
         watched.health.append(await health(serve.port, limit_s=LIMIT_S))
 
     async def look_at_memory() -> None:
-        watched.resident.append((time.monotonic(), await asyncio.to_thread(resident_bytes, serve)))
+        watched.resident.append((time.monotonic(), resident_bytes(pids)))
 
     async def ask(number: int) -> None:
         watched.requests.append(await answer(serve.port, number, max_tokens=max_tokens))

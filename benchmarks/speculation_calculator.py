@@ -82,28 +82,30 @@ def requests_of(problems: int, samples: int, temperature: float) -> list[Generat
 
 
 def measure(engines: dict[str, Engine], *, repeats: int) -> dict[str, Any]:
-    """Measure every load without drafts and with each proposer in turn. RuntimeError if ids differ."""
+    """Measure every load with each proposer, each run right after one without drafts. RuntimeError if ids differ."""
     found: dict[str, Any] = {}
+    for engine in engines.values():
+        engine.runner.later.wait()  # programs that still compile take a core
     for load, (problems, samples, temperature) in LOADS.items():
         requests, runs = requests_of(problems, samples, temperature), defaultdict(list)
-        plain = run(engines["NGRAM"], requests).ids
+        run(engines["NGRAM"], requests)
         for repeat in range(repeats):
             for side in in_turn([side for side, _, _ in sides(engines)], repeat):
                 engine, speculation_for = next(each[1:] for each in sides(engines) if each[0] == side)
-                of_side = run(engine, requests, speculation_for)
-                if of_side.ids != plain:
+                plain, of_side = run(engines["NGRAM"], requests), run(engine, requests, speculation_for)
+                if of_side.ids != plain.ids:
                     raise RuntimeError(f"{load}, {side}: ids differ from the plain ones")
-                drafts = of_side.totals
-                counts = {} if drafts is None else {"chains": drafts.chains, "accepted": drafts.accepted}
-                runs[side].append({"seconds": of_side.seconds, "tokens": of_side.num_tokens, **counts})
+                assert of_side.totals is not None, "a side has drafts"
+                counts = {"chains": of_side.totals.chains, "accepted": of_side.totals.accepted}
+                times = {"seconds": of_side.seconds, "plain_seconds": plain.seconds}
+                runs[side].append({**times, "tokens": of_side.num_tokens, **counts})
         found[load] = dict(runs)
         note(as_table({load: found[load]}))
     return found
 
 
-def sides(engines: dict[str, Engine]) -> Iterator[tuple[str, Engine, SpeculationFor | None]]:
-    """Return plain steps, and every proposer with fixed and with chosen numbers of drafts; its own engine runs it."""
-    yield "plain", engines["NGRAM"], None
+def sides(engines: dict[str, Engine]) -> Iterator[tuple[str, Engine, SpeculationFor]]:
+    """Return every proposer with fixed and with chosen numbers of drafts; its own engine runs it."""
     for name, engine in engines.items():
         for kind in ("fixed", "chosen"):
             yield f"{name}, {kind}", engine, _speculation_of(name, engine, is_fixed=kind == "fixed")

@@ -348,7 +348,7 @@ def every_section() -> dict:
         "speculation": {
             "4, 0.9": {"plain": [drafted | {"bound_seconds": 2.0}], **{key: [drafted] for key in ("1", "chosen")}}
         },
-        "speculation_calculator": {"greedy": {"plain": [drafted], "NGRAM, fixed": [drafted]}},
+        "speculation_calculator": {"greedy": {"NGRAM, fixed": [drafted | {"plain_seconds": 2.0}]}},
         "calculator": {
             "tasks": {
                 "sums": {"problems": 8, "right": dict.fromkeys(COMPUTED_BY, 7), "same": dict.fromkeys(COMPUTED_BY, 5)}
