@@ -138,18 +138,27 @@ def spare_bytes(devices: list[jax.Device]) -> int:
     return _bytes_beyond("peak_bytes_in_use", devices)
 
 
+class NoPagesError(SettingsError):
+    """Memory that holds no two pages beside the weights."""
+
+
+def largest_8_bit(tree: object) -> int:
+    """Return the bytes on a device of the largest array of 8 bits in a tree of shapes; 0 without one."""
+    return max((local_elements(leaf) for leaf in jax.tree.leaves(tree) if leaf.dtype.itemsize == 1), default=0)
+
+
 def num_pages_that_fit(cache: CacheSettings, *, bytes_of: Callable[[int], int], free: int, max_useful: int) -> int:
     """Return the pages for `mem_fraction` of `free` bytes, at most `max_useful`; an explicit `num_pages` is kept.
 
     `bytes_of(n)` are the bytes of the pool of all layers for n pages of sequences; it grows with n.
 
-    Raises: SettingsError if fewer than two pages fit; the first holds padding.
+    Raises: NoPagesError if fewer than two pages fit; the first holds padding.
     """
     if cache.num_pages:
         return cache.num_pages
     fitting = bisect_right(range(max_useful + 1), int(free * cache.mem_fraction), key=bytes_of) - 1
     if fitting < 2:
-        raise SettingsError(
+        raise NoPagesError(
             f"mem_fraction {cache.mem_fraction}: no two KV pages of {bytes_of(1)} bytes fit into {free} free bytes"
         )
     return fitting

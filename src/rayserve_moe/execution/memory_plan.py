@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.execution.memory import bytes_on_device, memory_total, rounded_down, spare_bytes
+from rayserve_moe.execution.memory import NoPagesError, bytes_on_device, memory_total, rounded_down, spare_bytes
 from rayserve_moe.execution.served_model import ServedModel, beside_weights
 from rayserve_moe.parallel.mesh import platform_of
 
@@ -34,14 +34,17 @@ class MemoryPlan:
 
 
 def memory_plan(served: ServedModel, *, free: int) -> MemoryPlan:
-    """Return the memory of a model on a device with `free` bytes."""
+    """Return the memory of a model on a device with `free` bytes.
+
+    Raises: SettingsError if the kernels cannot address the pages that are set.
+    """
     weights, staging = bytes_on_device(served.weights), bytes_on_device(beside_weights(served))
     left = max(0, free - weights - staging)
     if platform_of(served.config.plan.mesh) == "cpu":
         left = rounded_down(left)
     try:
         num_pages = served.num_pages_within(left)
-    except SettingsError:
+    except NoPagesError:
         return MemoryPlan(weights, staging, 0, 0, free)
     return MemoryPlan(weights, staging, num_pages, bytes_on_device(served.state(num_pages)), free)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -26,7 +28,7 @@ from rayserve_moe.config.settings import (
 from rayserve_moe.decoding.logit_processors import LogitProcessor
 from rayserve_moe.execution.drafts.model import draft_config, draft_shapes, draft_state_shapes
 from rayserve_moe.execution.drafts.parts import scratch_pages
-from rayserve_moe.execution.memory import EntrySizes, LayerSize, PoolSizes, page_bytes
+from rayserve_moe.execution.memory import EntrySizes, LayerSize, PoolSizes, largest_8_bit, page_bytes
 from rayserve_moe.execution.native_kernels import choose_kernels, dtype_for
 from rayserve_moe.execution.processor_module import load_processors
 from rayserve_moe.execution.programs.buckets import step_cost, step_shapes
@@ -46,6 +48,8 @@ from rayserve_moe.model.model_config import AdapterStacks, Captures, ModelConfig
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.model.states import KeptState, entry_states, layer_pages_of, states_of, states_within, token_states
 from rayserve_moe.parallel.sharding import ParallelPlan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -179,13 +183,28 @@ class ServedModel:
     def num_pages_within(self, free: int) -> int:
         """Return the pages of a data rank if a device has `free` bytes beside weights and staging area.
 
-        Raises: SettingsError if fewer than two fit.
+        Raises: NoPagesError if fewer than two fit; SettingsError if the kernels cannot address the pages that are set.
         """
         size, plan, of_draft = self.settings.cache.page_size, self.config.plan, 0
         if self.draft is not None:
             of_draft = page_bytes(states_of(self.draft.layer), page_size=size, dtype=self.kv_dtype, plan=plan)
             free -= of_draft * self.num_rows * self._scratch_pages
-        return self.pool.num_pages_within(free, extra_page_bytes=of_draft, longest=self.longest)
+        return self._addressable(self.pool.num_pages_within(free, extra_page_bytes=of_draft, longest=self.longest))
+
+    def _addressable(self, num_pages: int) -> int:
+        """Return the pages, or fewer that the kernels can address; a number that is set is kept or an error."""
+        first, last = self.config.kernels.pool.unreachable_bytes
+        size = largest_8_bit(self.state(num_pages).pools) if last else 0
+        if not first < size <= last:
+            return num_pages
+        fewer = bisect_right(range(num_pages), first, key=lambda n: largest_8_bit(self.state(n).pools)) - 1
+        more = last * num_pages // size + 1
+        sizes = f"up to {first / 1e9:.2f} GB, or more than {last / 1e9:.2f} GB"
+        pool = f"a pool of {size / 1e9:.2f} GB in 8 bits: the kernels address {sizes}"
+        if self.settings.cache.num_pages:
+            raise SettingsError(f"num_pages {num_pages}: {pool}; set at most {fewer}, or at least {more}")
+        log.warning("%s; it gets %d of %d pages: num_pages from %d on is possible", pool, fewer, num_pages, more)
+        return fewer
 
     @property
     def _scratch_pages(self) -> int:

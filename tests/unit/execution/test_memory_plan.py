@@ -12,8 +12,11 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.execution import memory_plan
 from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.runner import HostRunner
-from rayserve_moe.execution.served_model import runner_settings
+from rayserve_moe.execution.served_model import ServedModel, runner_settings, served_model
+from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import local_devices, plan_for
+from rayserve_moe.tools.presets import read_config
+from tests.support.kernels.gpu_row import gpu_row_instead
 
 
 def runner_of(**settings):
@@ -52,3 +55,44 @@ def test_a_plan_is_what_a_server_allocates():
     assert plan.state_bytes == bytes_on_device(served.state(plan.num_pages)) and plan.num_pages == 257
     none = memory_plan.memory_plan(served, free=plan.weights_bytes)
     assert (none.num_pages, none.state_bytes) == (0, 0)
+
+
+def served_30b(**settings: object) -> ServedModel:
+    """Lay out Qwen3-30B-A3B, whose pages of 16 tokens take 786,432 bytes in 8 bits, on the interpreted row of GPUs."""
+    wanted = settings_from({"model_path": "m", "mem_fraction": 1.0, "cpu_kernels": "off", **settings})
+    spec = spec_from_config(read_config("qwen3-30b-a3b"))
+    with gpu_row_instead():
+        return served_model(spec, plan_for(local_devices(1)), settings=runner_settings(wanted, wanted.model))
+
+
+PAGES_OF_2_GIB, MORE_THAN_4_GIB = (2 << 30) // 786_432, (4 << 30) // 786_432 + 1
+
+
+def test_a_pool_beyond_the_offsets_of_gpus_gets_fewer_pages(caplog):
+    served = served_30b(kv_cache_dtype="fp8")
+    assert served.num_pages_within(2 << 30) == PAGES_OF_2_GIB and not caplog.messages
+    assert served.num_pages_within(3 << 30) == PAGES_OF_2_GIB
+    (message,) = caplog.messages
+    size = "a pool of 3.22 GB in 8 bits: the kernels address up to 2.15 GB, or more than 4.29 GB"
+    assert message == f"{size}; it gets {PAGES_OF_2_GIB} of 4096 pages: num_pages from {MORE_THAN_4_GIB} on is possible"
+    assert served.num_pages_within((4 << 30) + 786_432) == MORE_THAN_4_GIB
+    assert served_30b(kv_cache_dtype="fp8", num_pages=MORE_THAN_4_GIB).num_pages_within(0) == MORE_THAN_4_GIB
+    assert served_30b(dtype="bfloat16").num_pages_within(3 << 30) == 2048
+
+
+@pytest.mark.parametrize("num_pages", [PAGES_OF_2_GIB + 1, 2 * PAGES_OF_2_GIB])
+def test_pages_beyond_the_offsets_of_gpus_are_refused_if_they_are_set(num_pages: int):
+    served = served_30b(kv_cache_dtype="fp8", num_pages=num_pages)
+    bounds = f"set at most {PAGES_OF_2_GIB}, or at least {MORE_THAN_4_GIB}"
+    words = rf"num_pages {num_pages}: a pool of [\d.]+ GB in 8 bits: .*; {bounds}"
+    with pytest.raises(SettingsError, match=words):
+        served.num_pages_within(8 << 30)
+    with pytest.raises(SettingsError, match=words):
+        memory_plan.memory_plan(served, free=80 << 30)
+
+
+def test_kernels_of_cpus_address_a_pool_of_any_size():
+    wanted = settings_from({"model_path": "m", "mem_fraction": 1.0, "cpu_kernels": "off", "kv_cache_dtype": "fp8"})
+    spec = spec_from_config(read_config("qwen3-30b-a3b"))
+    served = served_model(spec, plan_for(local_devices(1)), settings=runner_settings(wanted, wanted.model))
+    assert served.num_pages_within(3 << 30) == 4096

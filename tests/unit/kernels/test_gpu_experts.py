@@ -158,6 +158,14 @@ def test_what_the_kernel_does_not_take_is_named_and_taken_by_xla():
     assert str(choice) == "xla (triton: experts of 128 x 24 are no multiples of 16)"
     adapted = replace(experts, adapters=RowAdapters._make([None] * len(RowAdapters._fields)))
     assert str(GPU.experts.results.choose(hidden, slots, adapted)) == "xla (triton: rows have adapters)"
+    for itemsize, gigabytes, chosen in ((1, 3, "xla"), (1, 2, "triton"), (1, 5, "triton"), (4, 3, "triton")):
+        rows = (gigabytes << 30) // WIDTH // INNER // itemsize
+        dtype = jnp.int8 if itemsize == 1 else jnp.float32
+        weights = ExpertWeights(
+            *(jax.ShapeDtypeStruct((rows, *size), dtype) for size in ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)))
+        )
+        choice = GPU.experts.results.choose(hidden, slots, replace(experts, weights=weights))
+        assert choice.name == chosen, (itemsize, gigabytes)
     narrow = hidden.astype(jnp.bfloat16)
     reason = "rows of bfloat16 and matrices of float32"
     assert str(GPU.experts.sums.choose(narrow, slots, slots, experts)) == f"xla (triton: {reason})"

@@ -18,6 +18,7 @@ DATA = {
     "name",
     "dtype",
     "dtypes",
+    "unreachable_bytes",
     "adds_devices_in_order",
     "carries_ranks",
     "has_packed_rows",

@@ -9,6 +9,7 @@ compiler of kernels can take Triton's place behind the same signature.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -17,6 +18,17 @@ from jax.experimental import pallas as pl
 
 MIN_SIZE = 16
 """Minimum size of a product of Triton in every direction."""
+UNREACHABLE_BYTES = 2**31, 2**32
+"""Arrays of 8 bits with more bytes than the first and up to the second are not read beyond the first.
+
+Pallas computes offsets in elements, of 32 bits with a sign, up to the second number of bytes (jax 0.10 and 0.11).
+"""
+
+
+def is_unreachable(array: jax.Array) -> bool:
+    """Return True if offsets of a kernel do not reach the end of an array, or of its shape."""
+    first, last = UNREACHABLE_BYTES
+    return array.dtype.itemsize == 1 and first < math.prod(array.shape) <= last
 
 
 def power_of_two(number: int) -> int:

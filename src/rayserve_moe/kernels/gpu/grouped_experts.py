@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rayserve_moe.kernels.gpu.blocks import MIN_SIZE, at_rows, largest_divisor, product
+from rayserve_moe.kernels.gpu.blocks import MIN_SIZE, at_rows, is_unreachable, largest_divisor, product
 from rayserve_moe.kernels.gpu.tile_order import order_tiles
 from rayserve_moe.kernels.narrow_weights import NARROW, SCALE_BLOCK
 from rayserve_moe.kernels.reference.activations import Activation, activate
@@ -53,6 +53,8 @@ def unsupported_reason(hidden_TD: jax.Array, _: jax.Array, experts: LayerExperts
         return f"experts of {width} x {inner} are no multiples of {MIN_SIZE}"
     if held != dtype and held not in NARROW:
         return f"rows of {dtype} and matrices of {held}"
+    if is_unreachable(weights.up_XDF):
+        return f"{weights.up_XDF.size / 1e9:.2f} GB of {held}, which offsets of 32 bits do not reach"
     return ""
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound
 from rayserve_moe.kernels.gpu import attention_layer, fused_heads, grouped_experts, stacked_products, top_experts
+from rayserve_moe.kernels.gpu.blocks import UNREACHABLE_BYTES
 from rayserve_moe.kernels.gpu.paged_attention import attend_or_choose
 from rayserve_moe.kernels.latent_attention import attend_latent_layer
 from rayserve_moe.kernels.operations import (
@@ -43,7 +44,7 @@ def gpu_kernels(reference: Kernels, *, interpret: bool = False) -> Kernels:
             choose=Operation((bound(choose, interpret=interpret),)),
             device_sums=replace(DEVICE_SUMS, run=sums_of_device),
         ),
-        pool=PoolKernels(),
+        pool=PoolKernels(unreachable_bytes=UNREACHABLE_BYTES),
     )
 
 
