@@ -72,10 +72,16 @@ class RoutingStore:
         self._stamps[slots] = self._kept(slots, stamps)
         self._versions[slots] = versions
 
-    def read(self, slots: np.ndarray, stamps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows [N, M, K] and the mask of present rows, bool [N]; absent rows are zeros."""
+    def read(
+        self, slots: np.ndarray, stamps: np.ndarray, *, out: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows [N, M, K] and the mask of present rows, bool [N]; absent rows are zeros.
+
+        The rows are written to `out` if it is given, without another copy of them.
+        """
         present = self._stamps[slots] == self._kept(slots, stamps)
-        rows = self._rows[slots]
+        # The line above raises for slots that do not exist. With mode "raise", numpy copies through a buffer.
+        rows = self._rows.take(slots, axis=0, out=out, mode="clip")
         rows[~present] = 0
         return rows, present
 

@@ -53,6 +53,23 @@ def test_the_next_owner_of_a_slot_takes_it_over():
     assert present.all()
 
 
+def test_rows_are_read_into_an_array_of_the_reader_and_nowhere_beside_it():
+    store, slots, stamps = RoutingStore(LAYOUT, num_slots=NUM_SLOTS), np.array([3, 9, 4]), np.array([1, 5, 1])
+    store.write(slots, stamps, rows=rows_for(3) | 1)
+    held = np.full((5, 2, 2), 7, np.uint8)
+    rows, present = store.read(slots, np.array([1, 6, 1]), out=held[1:4])
+    assert np.shares_memory(rows, held) and present.tolist() == [True, False, True]
+    np.testing.assert_array_equal(held[[1, 3]], (rows_for(3) | 1)[[0, 2]])
+    assert (held[2] == 0).all() and (held[[0, 4]] == 7).all()
+
+
+@pytest.mark.parametrize("out", [None, np.zeros((1, 2, 2), np.uint8)], ids=["no array", "an array"])
+def test_a_slot_beyond_the_store_is_an_error(out: np.ndarray | None):
+    store = RoutingStore(LAYOUT, num_slots=NUM_SLOTS)
+    with pytest.raises(IndexError):
+        store.read(np.array([NUM_SLOTS]), np.array([1]), out=out)
+
+
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (256, np.uint8), (257, np.uint16)])
 def test_ids_fit_the_dtype_of_the_layout(num_experts, dtype):
     layout = RoutingLayout(1, (0,), num_experts, 1)

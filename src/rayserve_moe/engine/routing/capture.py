@@ -253,7 +253,7 @@ class RoutingCapture(StepExtension):
             {},
         )
         slots, stamps = self._places(held, start, start + num_computed)
-        known.rows[:num_computed], known.is_known[:num_computed] = self._store.read(slots, stamps)
+        _, known.is_known[:num_computed] = self._store.read(slots, stamps, out=known.rows[:num_computed])
         known.versions[:num_computed] = self._store.versions(slots)
         for name, values in self._store.parts(slots, known.is_known[:num_computed]).items():
             known.parts[name] = np.concatenate([values, unknown_entries(values, count - num_computed)])
