@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument("--context", type=int, help="tokens per sequence (default: 4096)")
     shapes.add_argument("--batch", type=int, help="sequences per data rank (default: 16)")
     shapes.add_argument("--prefill-tokens", type=int, help="per data rank and step (default: 1024)")
-    shapes.add_argument("--page-size", type=int, help="tokens per KV page (default: 128)")
+    shapes.add_argument("--page-size", type=int, help="tokens per KV page (default: 128, 16 for a GPU)")
     shapes.add_argument("--dtype", help="of weights, and of KV without --kv-cache-dtype (default: the model's)")
     shapes.add_argument("--kv-cache-dtype", help="see the setting kv_cache_dtype")
     shapes.add_argument("--expert-dtype", help="see the setting expert_dtype")

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.execution.memory import bytes_on_device
+from rayserve_moe.execution.memory import NoPagesError, bytes_on_device
 from rayserve_moe.execution.programs.compiled import compile_programs, lowered, optimized
 from rayserve_moe.execution.programs.specs import Program, programs_of
 from rayserve_moe.execution.served_model import ServedModel, beside_weights
@@ -76,7 +75,7 @@ class CheckReport:
 
     @property
     def fits(self) -> bool:
-        return not any(program.error for program in self.programs)
+        return all(program.fits for program in self.programs)
 
     def as_json(self) -> dict[str, Any]:
         return {"fits": self.fits, **asdict(self), "programs": [figures_of(program) for program in self.programs]}
@@ -173,10 +172,13 @@ def allowed_copies(program: ProgramReport, case: ServedCase) -> tuple[str, ...]:
 
 
 def faults_of(program: ProgramReport, limits: Mapping[str, int], *, allowed: Collection[str] = ()) -> Iterator[str]:
-    """Yield why a program cannot be served: it does not compile, makes forbidden copies, or exceeds a limit."""
+    """Yield why a program cannot be served: it does not compile or fit, makes forbidden copies, or exceeds a limit."""
     if program.error:
         yield f"{program.name} does not compile: {program.error}"
         return
+    if program.memory is not None and not program.fits:
+        peak, limit = program.memory.peak / 1e9, program.memory.limit / 1e9
+        yield f"{program.name} needs {peak:.2f} GB of a device's {limit:.2f} GB"
     for kind, size in program.copied_bytes.items():
         if kind in allowed:
             continue
@@ -203,11 +205,11 @@ def hbm_limit(device: jax.Device) -> int:
 
 
 def _num_pages(served: ServedModel, *, limit: int) -> int:
-    """Return a server's number of pages; the minimum if weights leave no memory, which the compiler reports."""
+    """Return a server's number of pages; the minimum if weights leave no memory, which the report says."""
     used = bytes_on_device(served.weights) + bytes_on_device(beside_weights(served))
     try:
         return served.num_pages_within((limit or sys.maxsize) - used)
-    except SettingsError:
+    except NoPagesError:
         return 2
 
 

@@ -49,6 +49,14 @@ class DeviceMemory:
     limit: int
     """HBM of the device, 0 if unknown."""
 
+    @property
+    def fits(self) -> bool:
+        """Return True if the peak is within the limit, or the limit is unknown.
+
+        The compiler of TPUs raises an error instead; that of GPUs compiles programs of any size.
+        """
+        return not self.limit or self.peak <= self.limit
+
 
 @dataclass(frozen=True)
 class CompileSeconds:
@@ -100,6 +108,11 @@ class ProgramReport:
     """Time to read weights and KV once at the memory's bandwidth."""
     estimate: EstimateReport | None = None
     """The estimate of a step, if one was requested."""
+
+    @property
+    def fits(self) -> bool:
+        """Return True if the program compiles and a device has the memory for it."""
+        return not self.error and (self.memory is None or self.memory.fits)
 
 
 def figures_of(report: ProgramReport) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rayserve_moe.model.draft_spec import HEAD, MAP, DraftSpec, eagle_spec, pred
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
-from rayserve_moe.tools.gpu_targets import GpuTargetError, gpu_devices, is_gpu
+from rayserve_moe.tools.gpu_targets import GPU_TARGETS, GpuTargetError, gpu_devices, is_gpu
 from rayserve_moe.tools.presets import cut_to, preset_names, read_config
 
 COMPILER_SPELLINGS = {"v7x": "tpu7x"}
@@ -151,6 +151,8 @@ def known_model(model_path: str) -> str:
 def devices_of(topology: str, *, num_slices: int = 1, bounds: tuple[int, ...] | None = None) -> list[jax.Device]:
     """Return the devices of a topology, which need not exist. Raises TopologyError if the compiler does not know it."""
     if is_gpu(topology):
+        if num_slices > 1:
+            raise TopologyError(f"topology {topology}: GPUs of a machine are no slices; remove --slices")
         try:
             return gpu_devices(topology)
         except GpuTargetError as error:
@@ -163,4 +165,6 @@ def devices_of(topology: str, *, num_slices: int = 1, bounds: tuple[int, ...] | 
     try:
         return list(describe().devices)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
-        raise TopologyError(f"topology {topology}: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error).strip().splitlines()[0]
+        cards = "" if "x" in topology.partition(":")[2] else f"; GPUs are {', '.join(GPU_TARGETS)}, such as h200:1"
+        raise TopologyError(f"topology {topology}: {reason}{cards}") from error
