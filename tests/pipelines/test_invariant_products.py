@@ -139,7 +139,7 @@ def test_drafts_do_not_show_in_any_bit(engine_with: EngineStore, is_native: bool
 @pytest.mark.float32("native kernels have no free tile")
 def test_one_product_with_a_free_tile_shows(core_checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     """Free the tile of the dense layer. `tests/unit/tools/test_row_sums.py` finds the other planted tiles by shapes."""
-    monkeypatch.setattr(native_kernels, "CPU_INVARIANT", replace(CPU_INVARIANT, mlp=CPU.mlp))
+    monkeypatch.setitem(native_kernels.INVARIANT, "cpu", replace(CPU_INVARIANT, mlp=CPU.mlp))
     few = {"invariant_products": "on", "precompile_bs_paddings": [1, 16], "compile_cache": "off"}
     runner, card = prepared_runner(core_checkpoint, **{**TWO_SHAPES, **few}), card_of(core_checkpoint)
     alone = run_alone(runner, card, mixed_workload(), way=WAY)

@@ -29,7 +29,7 @@ from rayserve_moe.config.settings import ClusterSettings, ParallelSettings
 from rayserve_moe.execution.fewer_hosts import Parts, pages_beside_copies, pages_with_fewest, settings_of_any_size
 from rayserve_moe.execution.memory import free_bytes
 from rayserve_moe.execution.native_kernels import kernels_in_words
-from rayserve_moe.execution.platforms import check_platform, limit_threads, lower_priority
+from rayserve_moe.execution.platforms import check_platform, devices_for, limit_threads, lower_priority
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.execution.weights.placing import open_model
@@ -38,7 +38,7 @@ from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.observability.fault_points import reach
 from rayserve_moe.observability.logs import use_logging
 from rayserve_moe.parallel.joining import join_hosts
-from rayserve_moe.parallel.mesh import local_devices, plan_for, use_cpu_devices
+from rayserve_moe.parallel.mesh import plan_for, use_cpu_devices
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import StartReport, StepPlan, StepResult
 
@@ -206,9 +206,9 @@ def lay_out(
         join_hosts(coordinator, num_hosts=place.num_hosts, host_id=place.host_id)
         reach("joined", place)
         devices = jax.devices()
+        check_platform(devices, wanted=place.platform)
     else:
-        devices = local_devices(place.num_cpu_devices)
-    check_platform(devices, wanted=place.platform)
+        devices = devices_for(place.num_cpu_devices, wanted=place.platform)
     enter(LOADING)
     plan = plan_for(devices, data_size=place.data_size, num_slices=place.num_slices)
     if place.parts is not None:

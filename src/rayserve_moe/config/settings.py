@@ -300,7 +300,7 @@ class CompileSettings:
     invariant_products: str = _choice("auto", "on", "off")
     """Compute the same bits of a token's ids, log-probs and rows in every batch. Native CPU kernels always do. XLA on
     CPUs needs `on`, which computes fixed blocks of rows and is slower. `auto` is on if it costs nothing. TPUs refuse
-    `on` with the reason for models and layouts whose compiled steps were not compared."""
+    `on` with the reason for models and layouts whose compiled steps were not compared; GPUs always refuse it."""
     cpu_level: str = _choice("auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon")
     """Instruction set of native kernels: `auto` is the fastest level of the processor; a lower level computes as on a
     processor without the higher ones. All engines of a process share it."""

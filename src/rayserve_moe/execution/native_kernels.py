@@ -17,6 +17,8 @@ from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
 
 log = logging.getLogger(__name__)
+INVARIANT = {"cpu": CPU_INVARIANT, "tpu": TPU_INVARIANT}
+"""Kernels of `invariant_products` by platform."""
 
 
 def kernels_in_words(kernels: Kernels) -> str:
@@ -36,7 +38,7 @@ def choose_kernels(
 
     If `auto` falls back to the platform's kernels although the processor supports native ones, a warning is logged.
 
-    Raises: SettingsError if native kernels are requested and unavailable.
+    Raises: SettingsError if native or invariant kernels are requested and unavailable.
     """
     wanted, platform = compiling.cpu_kernels, platform_of(plan.mesh)
     of_platform = _of_platform(platform, compiling)
@@ -68,7 +70,9 @@ def _of_platform(platform: str, compiling: CompileSettings) -> Kernels:
         raise SettingsError(f"platform {platform}: there are kernels for cpu, gpu and tpu only; set platform: cpu")
     if compiling.invariant_products != "on":
         return KERNELS[platform]
-    return TPU_INVARIANT if platform == "tpu" else CPU_INVARIANT
+    if platform not in INVARIANT:
+        raise SettingsError(f"invariant_products on: there are no such kernels for platform {platform}; set auto")
+    return INVARIANT[platform]
 
 
 def _has_instructions(requested: str) -> bool:

@@ -12,6 +12,7 @@ import jax
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.config.settings import SettingsError
+from rayserve_moe.parallel.mesh import local_devices
 
 log = logging.getLogger(__name__)
 REMEDIES = {
@@ -19,6 +20,22 @@ REMEDIES = {
     "gpu": "install 'rayserve_moe[gpu]' and a driver, or set platform: cpu",
     "tpu": "install 'rayserve_moe[tpu]', or set platform: cpu",
 }
+
+
+def devices_for(count: int, *, wanted: str) -> list[jax.Device]:
+    """Return `count` devices of this process as `local_devices`, after `check_platform`.
+
+    Raises: SettingsError also if jax cannot start the platform `wanted`, with jax's reason.
+    """
+    try:
+        devices = local_devices(count)
+    except (RuntimeError, AssertionError) as error:  # jax asserts that a platform of JAX_PLATFORMS has a plugin
+        if wanted == "auto":
+            raise
+        reason = next(iter(str(error).splitlines()), "jax has no plugin for it")
+        raise SettingsError(f"platform {wanted}: {reason}; {REMEDIES[wanted]}") from error
+    check_platform(devices, wanted=wanted)
+    return devices
 
 
 def check_platform(devices: list[jax.Device], *, wanted: str, files: Path = Path("/dev")) -> None:

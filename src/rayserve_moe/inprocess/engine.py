@@ -35,14 +35,14 @@ from rayserve_moe.engine.loop import EngineLoop
 from rayserve_moe.engine.updates.adapters import adapter_order, load_fault, unload_fault
 from rayserve_moe.execution.card import describe_model
 from rayserve_moe.execution.page_store import PageStore
-from rayserve_moe.execution.platforms import check_platform, limit_threads
+from rayserve_moe.execution.platforms import devices_for, limit_threads
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.execution.weights.adapters import HostAdapters
 from rayserve_moe.execution.weights.staged import WeightReading, refusing, too_late
 from rayserve_moe.execution.weights.tensor_staging import TensorStaging
 from rayserve_moe.inprocess.arguments import INDEX_FORM, Prompts, prompts_from, requests_from, single_prompt_from
 from rayserve_moe.inprocess.running import RunningRequest, run_to_end
-from rayserve_moe.parallel.mesh import local_devices, plan_for
+from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.replay.encoding import INDEX_FORMS
 from rayserve_moe.requests.records import ModelCard, RequestError, WeightsRefusedError
 from rayserve_moe.requests.results import ChoiceResult
@@ -68,8 +68,8 @@ class Engine:
         described = describe_model(wanted)  # before a device is taken, so that an invalid model takes none
         if server_platform(wanted.cluster) == "cpu" and not is_url(path := described.runner.model.path):
             limit_threads(path)
-        parallel, devices = wanted.parallel, local_devices(wanted.parallel.devices_per_host)
-        check_platform(devices, wanted=wanted.cluster.platform)
+        parallel, platform = wanted.parallel, wanted.cluster.platform
+        devices = devices_for(parallel.devices_per_host, wanted=platform)
         wanted = settings_from({"model_path": model_path, **settings}, on_tpu=devices[0].platform == "tpu")
         described = describe_model(wanted)
         plan = plan_for(

@@ -45,7 +45,7 @@ def plan_for(devices: list[jax.Device], *, data_size: int = 1, num_slices: int =
 
 
 def platform_of(mesh: Mesh) -> str:
-    """Return jax's platform name of a mesh's devices: `cpu` or `tpu`."""
+    """Return jax's platform name of a mesh's devices: `cpu`, `gpu` or `tpu`."""
     return mesh.devices.flat[0].platform
 
 

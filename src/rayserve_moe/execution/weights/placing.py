@@ -80,6 +80,8 @@ def _narrows_rows(experts: ExpertSettings, plan: ParallelPlan, *, kernels: Kerne
         raise SettingsError(f"expert_products fp8 needs expert_dtype fp8, not {experts.weight_dtype}")
     if kernels is not None and kernels.name == "cpu_native":
         raise SettingsError("expert_products fp8: native CPU kernels do not round tokens; set cpu_kernels off")
+    if platform_of(plan.mesh) == "gpu":
+        raise SettingsError("expert_products fp8: kernels of GPUs multiply 8 bits as bfloat16; set auto")
     if not multiplies_e4m3(plan.mesh):
         raise SettingsError("expert_products fp8: TPUs before v7x do not multiply 8 bits; set auto")
     return True
