@@ -30,6 +30,7 @@ from benchmarks import accelerator_correct as correct
 from benchmarks.accelerator_decode import capture, overlap, prefill
 from benchmarks.accelerator_model import random_weights, shape_of, write_model
 from rayserve_moe.balancing.placement import identity_placement, placement_from
+from rayserve_moe.config.load import set_environment_defaults
 from rayserve_moe.engine.extension import extension_of
 from rayserve_moe.engine.speculation.steps import DraftedSteps
 
@@ -37,6 +38,8 @@ SHARES = {"machine": 0.03, "correct": 0.17, "drafts": 0.17, "eplb": 0.08, "decod
 """Shares of the time by part, in the order of the run."""
 MATRIX = 8192
 """Rows and columns of the product that shows the peak."""
+MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+"""Share of a GPU's memory, as a server has it: by default jax takes 0.75, and 256 sequences do not fit on an H200."""
 
 
 @dataclass
@@ -125,7 +128,7 @@ def check_answers(record: Record) -> None:
 
 DRAFTED = {
     "NGRAM": {},
-    "EAGLE3": {"speculative_draft_model_path": "trained:calculator-eagle3"},
+    "EAGLE3": {"speculative_draft_model_path": str(Path(__file__).parent / "heads" / "calculator-eagle3")},
 }
 FEWER = {"max_num_seqs": 4, "precompile_bs_paddings": [4], "max_step_tokens": 32, "speculative_num_steps": 3}
 
@@ -223,13 +226,17 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny shapes, also on a CPU")
     parser.add_argument("--only", default="", help=f"parts, separated by commas, of {', '.join(PARTS)}")
     options = parser.parse_args()
+    only = [name for name in options.only.split(",") if name]
+    if unknown := set(only) - PARTS.keys():
+        parser.error(f"no part {', '.join(sorted(unknown))}; known parts: {', '.join(PARTS)}")
+    set_environment_defaults(MEMORY)
     options.out.mkdir(parents=True, exist_ok=True)
     reference = options.out / "cpu.npz"
     reference.unlink(missing_ok=True)
     record, has_failed = Record(options.out, options.small, reference), False
     if jax.devices()[0].platform == "cpu" and not options.small:
         sys.exit("jax has a CPU alone: `--small` shows that the script runs")
-    chosen = [name for name in PARTS if not options.only or name in options.only.split(",")]
+    chosen = [name for name in PARTS if not only or name in only]
     beside = cpu_answers(reference) if set(chosen) & COMPARED else None
     try:
         for name in chosen:

@@ -166,6 +166,7 @@ def capture(record: Saying, path: Path, config: dict[str, Any]) -> dict[str, Eng
                 found = run(engine, drawn[:size], num_new=num_new, returned=returned, limit_s=record.left_s)
                 if repeat >= 0:
                     results.setdefault((size, side), []).append(found)
+                    record.say("run", sequences=size, side=side, repeat=repeat, **found)
     _say_decode(record, results, config=config, context=context + num_new // 2)
     return engines
 
@@ -186,6 +187,7 @@ def _say_decode(
         num_bytes = step_bytes(config, sequences=size, context=context, experts_touched=experts)
         bound_ms = 1e3 * num_bytes / (MEASURED_READ * card.bytes_per_s)
         found = _medians(runs)
+        found.pop("experts_touched", None)
         share = bound_ms / found["step_ms"][0] if "step_ms" in found else None
         bound = {"step_GB": num_bytes / 1e9, "bound_ms": bound_ms, "share_of_bound": share}
         record.say("decode", sequences=size, side=side, repeats=len(runs), experts_touched=experts, **bound, **found)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, write_checkpoint
+from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, write_checkpoint
 from rayserve_moe.execution.kernel_report import kernel_report
 from rayserve_moe.execution.runner import HostRunner
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
@@ -20,8 +20,10 @@ from tests.support.models.core import CORE_CONFIG
 
 pytestmark = [pytest.mark.slow, pytest.mark.float32("the row computes in float32 here")]
 SETTINGS = {**TWO_SHAPES, "dtype": "float32", "cpu_kernels": "off", "enable_return_routed_experts": True}
-WIDE = replace(CORE_CONFIG, hidden_size=128, head_dim=32, moe_intermediate_size=32)
-"""The core model in widths that the kernels take."""
+WIDE = replace(
+    CORE_CONFIG, hidden_size=128, head_dim=32, moe_intermediate_size=32, drawn=Drawn(scale=0.1, norm_jitter=0.2)
+)
+"""The core model in widths that the kernels take, with logits of about the same size."""
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,14 @@ def test_windows_sinks_biases_and_latents_are_the_reference(name: str, tmp_path:
         assert runner.served.config.kernels.experts.results.candidates[0].name == "triton"
         found = run_together(runner, card_of(path), requests, way=WAY)
     assert_all_same(found, plain)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)], ids=["two data ranks", "two devices of a rank"])
+def test_two_cards_exchange_the_rows_of_experts(mesh: tuple[int, int], checkpoint: Path, expected: Outcomes):
+    requests = mixed_workload()[:8]
+    with gpu_row_instead():
+        runner = prepared_runner(checkpoint, mesh=mesh, expert_backend="all_to_all", **SETTINGS, compile_cache="off")
+        report = kernel_report(runner.served)
+        assert report["experts"] == "all_to_all" and report["expert_product"] == "triton"
+        found = run_together(runner, card_of(checkpoint), requests, way=WAY)
+    assert_all_same(found, {key: expected[key] for key in found})
