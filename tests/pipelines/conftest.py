@@ -22,14 +22,14 @@ from tests.support.engine.workload import mixed_workload
 from tests.support.kernels.native_kernels import IdleReference
 from tests.support.models.core import NUM_PAGES, PAGE_SIZE
 from tests.support.routing.router_reference import RouterReference
-from tests.support.session.step_shapes import shapes_of_users
+from tests.support.session.step_shapes import compiles_few, two_shapes_of_prompts
 
-SHOWN: dict[str, Any] = {
+STATES: dict[str, Any] = {
     "enable_return_hidden_states": True,
     "enable_audit": True,
     "hidden_state_layers": [0, 2, 3],
-    "logit_processors": "examples.logit_processors",
 }
+SHOWN: dict[str, Any] = {**STATES, "logit_processors": "examples.logit_processors"}
 ON_TWO_RANKS = Way(step_tokens=64, chunk_tokens=64)
 
 ReferenceFactory = Callable[[Path], RouterReference]
@@ -83,9 +83,10 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 
 @pytest.fixture(scope="session")
 def engine(engine_with: EngineStore) -> Engine:
-    """Reference engine: one device, two decode buckets, several prefill buckets."""
-    with shapes_of_users(), shared_by_many():
-        return engine_with.pinned(max_step_tokens=256, precompile_bs_paddings=[1, 16], structured_output=True)
+    """Reference engine: one device, two prefill buckets; where all shapes are compiled more, and two decode buckets."""
+    paddings = [16] if compiles_few() else [1, 16]
+    with two_shapes_of_prompts(), shared_by_many():
+        return engine_with.pinned(max_step_tokens=256, precompile_bs_paddings=paddings, structured_output=True)
 
 
 @pytest.fixture(scope="session")
