@@ -69,6 +69,7 @@ check: $(TEST)
 	$(BIN)/pytest -q -m "not slow" $(STYLE)
 
 # Everything but the tests of `check`, and but those that are slow: a law is tried in one way, in others by `test-all`.
+# Laws marked `natively` are left to `test-native`, which holds them to the bit.
 test: $(TEST)
 	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) $(STYLE:%=--ignore=%) -m "not slow and not parity and not emulated and not published"
 
@@ -77,7 +78,7 @@ test-all: $(TEST)
 	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) --optimized -m "not parity and not emulated and not published"
 	$(BIN)/pytest --optimized --cpu-kernels native tests/pipelines
 
-# The laws of the engine over the kernels that a CPU takes by default, and a part of what only `test-all` runs whole.
+# The laws of the engine over the kernels that a CPU takes by default, with those that `test` leaves to it.
 test-native: $(TEST)
 	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -65,7 +66,7 @@ from tests.support.models.core import CORE_CONFIG, NATIVE_CORE_CONFIG
 from tests.support.models.families import FamilyCase
 from tests.support.session.costs import Costs
 from tests.support.session.hypothesis_examples import ALL, SAMPLED
-from tests.support.session.sampled_variants import mark_others_slow
+from tests.support.session.sampled_variants import leave_to_native_kernels, mark_others_slow
 from tests.support.session.shared_programs import SharedPrograms
 from tests.support.session.step_shapes import compile_fewest_shapes
 
@@ -112,10 +113,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file of comparisons with the reference, and torch with it, in runs without them."""
-    if "not parity" not in config.option.markexpr or not collection_path.match("parity/*.py"):
+    """Import no file of which nothing is run, such as one of comparisons with the reference, and torch with it."""
+    left_out = [name for name in ("parity", "published", "slow") if f"not {name}" in config.option.markexpr]
+    if "slow" in left_out and config.getoption("--cpu-kernels") != "native":
+        left_out.append("natively")
+    if not left_out or not collection_path.match("test_*.py"):
         return None
-    return "pytestmark = pytest.mark.parity" in collection_path.read_text(encoding="utf-8") or None
+    marked = rf"^pytestmark = \[?pytest\.mark\.({'|'.join(left_out)})\b"
+    return bool(re.search(marked, collection_path.read_text(encoding="utf-8"), re.MULTILINE)) or None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,8 +132,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Choose variants ahead of `-m`, and parts after it. With the native kernels only tests over the core model run:
-    what they compute, no other test sees."""
+    what they compute, no other test sees. Laws that are held `natively` are slow over the kernels of XLA."""
     mark_others_slow(items)
+    if config.getoption("--cpu-kernels") != "native":
+        leave_to_native_kernels(items)
     yield
     items.sort(key=lambda item: place_of(item.nodeid))
     if part := config.getoption("--part"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.session.sampled_variants import mark_others_slow
+from tests.support.session.sampled_variants import leave_to_native_kernels, mark_others_slow
 
 
 class Variant:
@@ -94,3 +94,9 @@ def test_a_mark_that_says_nothing_names_the_test(mark: pytest.MarkDecorator):
 def test_a_test_without_parameters_is_not_sampled():
     with pytest.raises(pytest.UsageError, match=r"test_it\[values\]: a test without"):
         mark_others_slow([Variant({}, pytest.mark.sampled(2))])
+
+
+def test_what_is_left_to_native_kernels_is_slow():
+    left, other = Variant({}, pytest.mark.natively), Variant({}, pytest.mark.float32("reason"))
+    leave_to_native_kernels([left, other])
+    assert left.is_slow and not other.is_slow

@@ -194,6 +194,7 @@ def test_drafts_after_a_rest_are_those_without_one(drafting_engine, kind: str):
     assert len(both) > 3 and {key: resting[key] for key in both} == {key: always[key] for key in both}
 
 
+@pytest.mark.natively
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize("seed", [11])
 def test_drafts_of_models_do_not_show(drafting_engine, kind: str, seed: int):

@@ -90,6 +90,7 @@ def test_tokens_are_drawn_from_what_the_processors_leave(processing: Engine, arg
     assert first[1] != other[1] or first[0] < other[0], "words were left out"
 
 
+@pytest.mark.natively
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_they_do_not_depend_on_scheduling(processing: Engine, alone: Outcomes, way: Way):
     plain = [
@@ -106,6 +107,7 @@ def test_a_vocabulary_in_parts_is_processed_as_a_whole_one(two_ranks: Engine, al
     assert_all_same(run_together(two_ranks.runner, two_ranks.card, asking(), way=way), alone)
 
 
+@pytest.mark.natively
 def test_a_row_that_would_be_left_without_words_is_as_it_was(processing: Engine):
     """All words that are allowed would repeat: the others may not take their place."""
     params = {"max_new_tokens": 6, "temperature": 0, "logit_bias": {"7": 50}, "ignore_eos": True}
@@ -114,6 +116,7 @@ def test_a_row_that_would_be_left_without_words_is_as_it_was(processing: Engine)
     assert isinstance(answer, dict) and set(answer["text"]) <= {"a"} and answer["meta_info"]["finish_reason"]
 
 
+@pytest.mark.natively
 def test_a_stream_is_processed_too(processing: Engine):
     params = {"max_new_tokens": 8, "temperature": 1, "custom_params": {"top_n_sigma": 1}}
     whole = processing.generate(input_ids=[5, 6, 7], sampling_params=params, seed=2)
@@ -121,6 +124,7 @@ def test_a_stream_is_processed_too(processing: Engine):
     assert isinstance(whole, dict) and whole["output_ids"] == last["output_ids"]
 
 
+@pytest.mark.natively
 @pytest.mark.parametrize(
     "given",
     [

@@ -190,6 +190,7 @@ def test_programs_with_nothing_to_do_change_nothing(runs):
     assert_slots_hold(runner, runner.placement, runs.moving((2, 2), "fused").by_expert)
 
 
+@pytest.mark.natively
 def test_maps_without_their_weights_are_noticed(runs):
     """The laws above can fail: here the maps of a layer change, and its weights stay behind."""
     moving = runs.moving((2, 2), "fused")
@@ -240,6 +241,7 @@ def test_a_fetch_that_cannot_be_launched_leaves_experts_where_they_are(runs, fai
     assert_slots_hold(runner, wanted, moving.by_expert)
 
 
+@pytest.mark.natively
 def test_counts_leave_with_the_results_of_steps(runs):
     moving = runs.moving((2, 2), "fused")
     told = EplbSteps(Migration(moving.eplb.migration.placement, hosts=1, slots_per_step=1), counts_every=1)

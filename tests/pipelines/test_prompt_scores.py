@@ -78,6 +78,7 @@ def scored_among_others(engine: Engine, alone: Outcomes, way: Way) -> Outcomes:
     return {key: outcomes[key] for key in alone}
 
 
+@pytest.mark.natively
 def test_scores_do_not_depend_on_data_ranks(two_ranks: Engine, alone: Outcomes):
     assert_all_same(run_together(two_ranks.runner, two_ranks.card, scoring_requests(), way=ON_TWO_RANKS), alone)
 

@@ -125,6 +125,7 @@ WAYS_ON_TWO_RANKS: dict[str, Run] = {
 }
 
 
+@pytest.mark.natively
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WAYS_ON_TWO_RANKS)
 def test_two_data_ranks_do_not_show(name: str, two_ranks: Engine, uncached: Outcomes):

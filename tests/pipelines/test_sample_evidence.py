@@ -77,6 +77,7 @@ def test_evidence_does_not_depend_on_scheduling_nor_plain_answers_on_it(engine: 
     assert_all_same(run_together(engine.runner, engine.card, [*asking(), *plain], way=way), expected)
 
 
+@pytest.mark.natively
 def test_two_data_ranks_find_what_one_does(two_ranks: Engine, alone: Outcomes):
     way = replace(ON_TWO_RANKS, constraints=compiler())
     assert_all_same(run_together(two_ranks.runner, two_ranks.card, asking(), way=way), alone)

@@ -56,6 +56,8 @@ from tests.support.speculation.random_requests import (
 )
 from tests.support.text.constraints import synthetic_tokenizer
 
+pytestmark = pytest.mark.natively
+
 
 @pytest.fixture
 def speculating(engine_with: EngineStore) -> Engine:

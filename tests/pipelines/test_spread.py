@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +45,22 @@ class Spreads:
         return run_together(self.runner(spread), self.card, requests, way=WAY)
 
 
+def spread_over(path: Path, spread: Spread) -> HostRunner:
+    """Return a runner over the devices of a spread, with its placement of experts."""
+    made = new_runner(
+        path,
+        mesh=(spread.data, spread.tensor),
+        expert_backend=spread.backend,
+        num_redundant_experts=spread.num_redundant,
+        enable_return_routed_experts=True,
+        **TWO_SHAPES,
+    )
+    if spread.shuffled:
+        made.served = replace(made.served, placement=shuffled(made.placement, seed=spread.data))
+    made.prepare(made.load())
+    return made
+
+
 @pytest.fixture(scope="module")
 def spreads(tmp_path_factory: pytest.TempPathFactory) -> Spreads:
     """Spreads of one checkpoint; expected is the mixed workload on one device, each request alone."""
@@ -52,18 +69,7 @@ def spreads(tmp_path_factory: pytest.TempPathFactory) -> Spreads:
     # Each compiled program takes hundreds of memory maps, of which a process has 65,530: forget those of the matrix.
     @lru_cache(maxsize=2 * len(SAMPLE))
     def runner(spread: Spread) -> HostRunner:
-        made = new_runner(
-            path,
-            mesh=(spread.data, spread.tensor),
-            expert_backend=spread.backend,
-            num_redundant_experts=spread.num_redundant,
-            enable_return_routed_experts=True,
-            **TWO_SHAPES,
-        )
-        if spread.shuffled:
-            made.served = replace(made.served, placement=shuffled(made.placement, seed=spread.data))
-        made.prepare(made.load())
-        return made
+        return spread_over(path, spread)
 
     card = card_of(path)
     alone = run_alone(runner(Spread(1, 1)), card, mixed_workload(), way=WAY)
@@ -86,18 +92,31 @@ SAMPLE = [
 TWO_BY_TWO = SAMPLE[1]
 
 
-@pytest.mark.parametrize(
-    "spread",
-    [
-        TWO_BY_TWO,
-        *(pytest.param(s, marks=pytest.mark.slow) for s in dict.fromkeys(SAMPLE + MATRIX) if s != TWO_BY_TWO),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", dict.fromkeys(SAMPLE + MATRIX), ids=str)
 def test_the_spread_does_not_show(spreads: Spreads, spread: Spread):
     assert_all_same(spreads.run(spread, mixed_workload()), spreads.expected)
 
 
+@pytest.fixture(scope="module")
+def two_by_two(core_checkpoint: Path) -> HostRunner:
+    """The core model, which has heads enough for these devices."""
+    return spread_over(core_checkpoint, TWO_BY_TWO)
+
+
+@pytest.mark.float32("devices add up parts of sums")
+def test_both_axes_do_not_show(two_by_two: HostRunner, engine: Engine, alone: Outcomes):
+    assert_all_same(run_together(two_by_two, engine.card, mixed_workload(), way=WAY), alone)
+
+
+@pytest.mark.float32("devices add up parts of sums")
+def test_a_rank_without_work_does_not_show(two_by_two: HostRunner, engine: Engine, alone: Outcomes):
+    request = mixed_workload()[0]
+    found = run_together(two_by_two, engine.card, [request], way=WAY)
+    assert_all_same(found, {key: outcome for key, outcome in alone.items() if key[0] == request.request_id})
+
+
+@pytest.mark.natively
 def test_requests_of_two_data_ranks_never_share_a_routing_row(two_ranks: Engine):
     """Nearly as many requests as rows, on ranks whose rows and pages have the same numbers."""
     generator = np.random.default_rng(27)
@@ -117,12 +136,7 @@ def test_requests_of_two_data_ranks_never_share_a_routing_row(two_ranks: Engine)
         assert len(outcome.rows) == lengths[int(request_id[1:])] + 9 - 1
 
 
-def test_a_rank_without_work_does_not_show(spreads: Spreads):
-    request = mixed_workload()[0]
-    found = spreads.run(TWO_BY_TWO, [request])
-    assert_all_same(found, {key: outcome for key, outcome in spreads.expected.items() if key[0] == request.request_id})
-
-
+@pytest.mark.natively
 def test_preemption_on_ranks_with_few_pages_does_not_show(two_ranks: Engine, alone: Outcomes):
     preempted: set[int] = set()
 
@@ -151,6 +165,7 @@ def finish(
     return sequences
 
 
+@pytest.mark.natively
 def test_requests_with_nothing_cached_are_spread_over_the_ranks(two_ranks: Engine):
     generator = np.random.default_rng(5)
     requests = [request_for(draw_prompt(generator, 20), f"n{i}", max_new_tokens=4) for i in range(6)]
@@ -159,6 +174,7 @@ def test_requests_with_nothing_cached_are_spread_over_the_ranks(two_ranks: Engin
     assert sorted(ranks) == [0, 0, 0, 1, 1, 1]
 
 
+@pytest.mark.natively
 def test_a_prompt_goes_where_it_is_cached(two_ranks: Engine):
     """Also a prompt that only begins alike, and while the other rank has nothing to do."""
     generator = np.random.default_rng(6)

@@ -81,6 +81,7 @@ def test_constrained_answers_do_not_depend_on_scheduling_nor_plain_ones_on_them(
     assert_all_same(run_together(engine.runner, engine.card, [*constrained(), *plain], way=way), alone)
 
 
+@pytest.mark.natively
 def test_two_data_ranks_answer_as_one(two_ranks: Engine, alone: Outcomes):
     way = replace(ON_TWO_RANKS, constraints=compiler())
     assert_all_same(run_together(two_ranks.runner, two_ranks.card, constrained(), way=way), alone)

@@ -17,11 +17,12 @@ from rayserve_moe.config.settings import SettingsError
 from rayserve_moe.replay.sketches import sketches_of
 from rayserve_moe.requests.columns import Columns, as_array
 from rayserve_moe.requests.records import GenerationRequest, ListedInPrompt, RequestError
-from tests.pipelines.conftest import ON_TWO_RANKS, EngineStore, ReferenceFactory
+from tests.pipelines.conftest import ON_TWO_RANKS, STATES, EngineStore, ReferenceFactory
 from tests.support.engine.outputs import LOGPROB_TOLERANCE, STATE_TOLERANCE, Outcomes, assert_all_same
 from tests.support.engine.run_requests import Way, cycle_for, preempt_every, run_alone, run_on, run_together
+from tests.support.engine.shared_settings import ONE_BUCKET
 from tests.support.engine.workload import draw_prompt, request_for
-from tests.support.speculation.random_requests import PLAIN, SPECULATES, VOCAB_SIZE
+from tests.support.speculation.random_requests import PLAIN, VOCAB_SIZE
 
 ALONE = replace(PLAIN, constraints=None)
 WAYS = {
@@ -53,7 +54,7 @@ def asking() -> list[GenerationRequest]:
 
 @pytest.fixture(scope="module")
 def shown(engine_with: EngineStore) -> Iterator[Engine]:
-    with engine_with.held(**SPECULATES) as engine:
+    with engine_with.held(**ONE_BUCKET, **STATES) as engine:
         yield engine
 
 
@@ -104,6 +105,7 @@ def test_they_do_not_depend_on_scheduling(shown: Engine, alone: Outcomes, way: W
     assert_all_same(run_together(shown.runner, shown.card, asking(), way=way), alone)
 
 
+@pytest.mark.natively
 def test_they_do_not_depend_on_data_ranks(two_ranks: Engine, alone: Outcomes):
     assert_all_same(run_together(two_ranks.runner, two_ranks.card, asking(), way=ON_TWO_RANKS), alone)
 

@@ -247,6 +247,7 @@ SUMMED_APART = pytest.mark.float32("its devices add up parts of sums, and the re
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.natively
 @pytest.mark.parametrize(
     ("name", "num_examples"),
     [
@@ -276,6 +277,7 @@ def test_answers_are_of_the_weights_that_they_name(engines, eplb, reference, pat
     check()
 
 
+@pytest.mark.natively
 def test_ties_excuse_hardly_anything_and_no_law_was_idle(reference):
     """Each of the six random interleavings with native kernels has at least one range of a version."""
     reference.tally.check()

@@ -61,6 +61,7 @@ TWO_POOLS = SyntheticModel(
 )
 """Layers with windows have other KV heads than the others, and a pool of their own."""
 RunnerOf = Callable[[tuple[int, int]], HostRunner]
+pytestmark = pytest.mark.natively
 
 
 def workload() -> list[GenerationRequest]:

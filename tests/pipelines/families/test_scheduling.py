@@ -28,7 +28,7 @@ from tests.support.engine.workload import mixed_workload
 from tests.support.models.core import PAGE_SIZE
 from tests.support.models.families import FamilyCase
 
-pytestmark = families("glm_moe_dsa-1", variants=3)
+pytestmark = [pytest.mark.natively, families("glm_moe_dsa-1", variants=3)]
 
 TIGHT = 29
 """Pages for two long sequences."""

@@ -1,8 +1,7 @@
-"""Matrices of which `make test` runs a part: of each parameter's values as many as others make room for."""
+"""What `make test` leaves out: most variants of large matrices, and laws that `make test-native` holds to the bit."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +20,13 @@ def mark_others_slow(items: Iterable[Any]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def leave_to_native_kernels(items: Iterable[Any]) -> None:
+    """Mark tests as slow that are marked `natively`: laws of the core model that hold over any kernels."""
+    for item in items:
+        if item.get_closest_marker("natively"):
+            item.add_marker(pytest.mark.slow)
+
+
 def _every(item: Any, marker: pytest.Mark) -> int:
     if len(marker.args) != 1 or not isinstance(marker.args[0], int) or marker.args[0] < 2:
         raise pytest.UsageError(f"{item.nodeid}: sampled takes one whole number from 2 on")
@@ -31,10 +37,12 @@ class _QuickValues:
     """Cache of the parameter names and quick values of each `parametrize`."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[list[str], list[tuple[Any, ...]]]] = {}
+        self._of: dict[int, tuple[list[str], dict[tuple[int, ...], int]]] = {}
+        self._held: list[Any] = []
+        """Values whose `id` is kept."""
 
-    def of(self, marker: pytest.Mark) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """Return the parameter names of `marker`, and its values that are not slow."""
+    def of(self, marker: pytest.Mark) -> tuple[list[str], dict[tuple[int, ...], int]]:
+        """Return the parameter names of `marker`, and the places of its values that are not slow by their `id`."""
         if id(marker) not in self._of:
             names, sets = marker.args
             names = [names] if isinstance(names, str) else list(names)
@@ -42,7 +50,9 @@ class _QuickValues:
                 one if hasattr(one, "marks") else pytest.param(*(one if len(names) > 1 else (one,))) for one in sets
             ]
             quick = [one.values for one in given if not any(mark.name == "slow" for mark in one.marks)]
-            self._of[id(marker)] = names, quick
+            places = {tuple(map(id, values)): place for place, values in reversed([*enumerate(quick)])}
+            self._of[id(marker)] = names, places
+            self._held.append(quick)
         return self._of[id(marker)]
 
 
@@ -53,7 +63,6 @@ def _sum_of_places(item: Any, values: _QuickValues) -> int:
     return sum(_place(item.callspec.params, *values.of(marker)) for marker in markers)
 
 
-def _place(params: dict[str, Any], names: list[str], quick: list[tuple[Any, ...]]) -> int:
+def _place(params: dict[str, Any], names: list[str], quick: dict[tuple[int, ...], int]) -> int:
     """Return the place of a variant among the `quick` values of one `parametrize`, 0 if it is slow."""
-    mine = [params[name] for name in names]
-    return next((place for place, values in enumerate(quick) if all(map(operator.is_, values, mine))), 0)
+    return quick.get(tuple(id(params[name]) for name in names), 0)
