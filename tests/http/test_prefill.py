@@ -11,15 +11,18 @@ import pytest
 from rayserve_moe import Engine
 from rayserve_moe.serving.control.prefill_peers import PrefillPeers
 from tests.support.engine.shared_settings import SMALL
+from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.serving.http_client import GENERATE
 from tests.support.serving.local_fleet import LocalFleet, local_fleet
 
 PAGE, MIN_TOKENS = 16, 32
-SETTINGS: dict[str, Any] = {**SMALL, "host_cache_mib": 8, "structured_output": False, "max_model_len": 512}
+NATIVE = {"dtype": "bfloat16", "cpu_kernels": "native"}
+SETTINGS: dict[str, Any] = {**SMALL, "host_cache_mib": 8, "structured_output": False, "max_model_len": 512, **NATIVE}
 
 
 @pytest.fixture(scope="module")
 def engines(checkpoint: Path) -> Iterator[dict[str, Engine]]:
+    need_native_kernels()
     with Engine(str(checkpoint), **SETTINGS) as prefills, Engine(str(checkpoint), **SETTINGS) as decodes:
         yield {"prefills": prefills, "decodes": decodes}
 

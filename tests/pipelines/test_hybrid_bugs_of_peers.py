@@ -2,7 +2,8 @@
 
 Hybrid models keep a recurrent state, which these servers hold in slots, blocks of hundreds of tokens, or leaves of a
 radix cache. Numbers are issues and pull requests of their repositories. Every run is held to each request alone with
-nothing cached: the same ids and routing rows, log-probs within `RECURRENT_TOLERANCE`.
+nothing cached: the same ids and routing rows, log-probs within `RECURRENT_TOLERANCE`. `make test` runs the laws over
+the native kernels, `make test-all` over those of XLA too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tests.support.engine.run_requests import (
     speculation_of,
 )
 from tests.support.engine.workload import draw_prompt, mixed_workload, request_for
+from tests.support.kernels.native_kernels import need_native_kernels
 from tests.support.models.core import CORE_CONFIG, NUM_PAGES, PAGE_SIZE
 from tests.support.models.families import family_case, write_family
 from tests.support.models.full_logits import prompt_outputs_of
@@ -58,12 +60,30 @@ WAY = Way(num_rows=ROWS, step_tokens=STEP_TOKENS, chunk_tokens=STEP_TOKENS)
 ALONE = replace(WAY, caches_prefixes=False)
 AROUND_THE_GRID = (1, 62, 63, 64, 65, 100, 127, 128, 129, 192, 200)
 ABORTED = FinishReason("abort")
+NATIVE = {"dtype": "bfloat16", "cpu_kernels": "native"}
+QUICK, BY_XLA = "qwen3_5_moe_text-0 native", ("qwen3_5_moe_text-0", "qwen3_next-1")
+"""Programs of the native kernels compile in a third of the time."""
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_moe_text-0", pytest.param("qwen3_next-1", marks=pytest.mark.slow)])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    case = family_case(request.param)
-    return write_family(case, tmp_path_factory.mktemp(case.name) / "model", seed=5)
+@pytest.fixture(scope="module", params=[QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in BY_XLA)])
+def case(request: pytest.FixtureRequest) -> str:
+    """A family by one of the tables of kernels."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def kernels(case: str) -> dict[str, str]:
+    """Settings of the table."""
+    return NATIVE if case == QUICK else {"cpu_kernels": "off"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(case: str, kernels: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if kernels is NATIVE:
+        need_native_kernels()
+    family = family_case(case.partition(" ")[0])
+    directory = tmp_path_factory.mktemp(family.name) / "model"
+    return write_family(family, directory, seed=5, dtype=kernels.get("dtype", "float32"))
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +92,9 @@ def card(checkpoint: Path) -> ModelCard:
 
 
 @pytest.fixture(scope="module")
-def runner(checkpoint: Path) -> HostRunner:
+def runner(checkpoint: Path, kernels: dict[str, str]) -> HostRunner:
     with shared_by_many():
-        return prepared_runner(checkpoint, **SIZES)
+        return prepared_runner(checkpoint, **SIZES, **kernels)
 
 
 def prompts_of(*lengths: int, seed: int = 0, num_new: int = 20) -> list[GenerationRequest]:
@@ -264,14 +284,16 @@ def test_what_is_cached_are_states_of_tokens(runner: HostRunner, card: ModelCard
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [4, 128])
-def test_pages_may_be_shorter_and_longer_than_the_grid(checkpoint: Path, card: ModelCard, page_size: int):
+def test_pages_may_be_shorter_and_longer_than_the_grid(
+    checkpoint: Path, kernels: dict[str, str], card: ModelCard, page_size: int
+):
     """sglang#14560, #12007: states are cached with pages of one token only.
 
     With long pages, choices fork off a state that no page keeps.
     """
     num_pages = NUM_PAGES * PAGE_SIZE // page_size
     sizes = {**SIZES, "page_size": page_size, "num_pages": num_pages}
-    own, way = prepared_runner(checkpoint, **sizes), replace(WAY, page_size=page_size, num_pages=num_pages)
+    own, way = prepared_runner(checkpoint, **sizes, **kernels), replace(WAY, page_size=page_size, num_pages=num_pages)
     several = request_for(draw_prompt(np.random.default_rng(7), 100), "several", n=4, max_new_tokens=40)
     requests = [*prompts_of(63, 64, 65, 129, 200, seed=7), several]
     expected = run_alone(own, card, requests[:-1], way=replace(way, caches_prefixes=False))

@@ -55,15 +55,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "small chunks": {"chunk_tokens": 7, "num_rows": 3},
     "chunks of a page": {"chunk_tokens": 16, "overlaps": False},
     "nothing cached": {"caches_prefixes": False},
-    "preempted": {"intervene": preempt_every(5)},
-    "preempted, pages lost": {"num_pages": 29, "intervene": preempt_every(11, forgets=True)},
-    "drafts": {"proposer": ModelProposer("drafts"), "num_drafts": DRAFTS},
     "drafts, preempted": {
         "proposer": ModelProposer("drafts"),
         "num_drafts": DRAFTS,
         "chunk_tokens": 7,
         "intervene": preempt_every(7),
     },
+    "preempted": {"intervene": preempt_every(5)},
+    "preempted, pages lost": {"num_pages": 29, "intervene": preempt_every(11, forgets=True)},
+    "drafts": {"proposer": ModelProposer("drafts"), "num_drafts": DRAFTS},
 }
 
 

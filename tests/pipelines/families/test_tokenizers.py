@@ -27,12 +27,10 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def published(
-    case: FamilyCase, dtype: str, kernel_settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    directory: Path = write_family(case, tmp_path_factory.mktemp(case.name) / "model", seed=5, dtype=dtype)
+def published(case: FamilyCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    directory: Path = write_family(case, tmp_path_factory.mktemp(case.name) / "model", seed=5, dtype="bfloat16")
     write_form(FORM_OF_FAMILY[case.family], directory)
-    with Engine(str(directory), **CORE | {"structured_output": True}, **kernel_settings) as engine:
+    with Engine(str(directory), **CORE | {"structured_output": True}) as engine:
         yield engine
 
 

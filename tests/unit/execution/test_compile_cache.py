@@ -29,19 +29,22 @@ from rayserve_moe.execution.served_model import RunnerSettings
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.scheduling.step_plan import Chunks, StartReport, StepPlan, StepResult
+from tests.support.kernels.native_kernels import need_native_kernels
 
 pytestmark = pytest.mark.usefixtures("programs_as_for_users")
 DIRECTORY = "executables/0-of-1"
 
 
-def started(path: Path, cache: str, *, places: slice = slice(1)) -> tuple[StartReport, StepResult]:
+def started(
+    path: Path, cache: str, *, places: slice = slice(1), kernels: str = "off"
+) -> tuple[StartReport, StepResult]:
     """Start a runner and decode one token, which lies in its pages after the same one before it."""
     settings = RunnerSettings(
-        ModelSettings(path=str(path), max_model_len=32),
+        ModelSettings(path=str(path), max_model_len=32, dtype="bfloat16" if kernels == "native" else "float32"),
         SchedulerSettings(max_running_requests=2, max_step_tokens=32, decode_batch_sizes=(2,)),
         CacheSettings(num_pages=4),
         ReplaySettings(enabled=True),
-        compile=CompileSettings(cache),
+        compile=CompileSettings(cache, cpu_kernels=kernels),
     )
     runner = HostRunner(settings, plan_for(jax.devices()[places]))
     report = runner.prepare(runner.load())
@@ -86,17 +89,20 @@ def files(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "places",
+    ("places", "kernels"),
     [
-        pytest.param(slice(1), id="one device"),
-        pytest.param(slice(2, 4), id="others than the first", marks=pytest.mark.slow),
+        pytest.param(slice(1), "native", id="one device"),
+        pytest.param(slice(1), "off", id="one device, by XLA", marks=pytest.mark.slow),
+        pytest.param(slice(2, 4), "off", id="others than the first", marks=pytest.mark.slow),
     ],
 )
 def test_a_second_start_finds_every_program_computes_the_same_and_says_what_took_time(
-    places, core_checkpoint, tmp_path
+    places, kernels, core_checkpoint, tmp_path
 ):
-    cold, fresh = started(core_checkpoint, str(tmp_path), places=places)
-    warm, found = started(core_checkpoint, str(tmp_path), places=places)
+    if kernels == "native":
+        need_native_kernels()
+    cold, fresh = started(core_checkpoint, str(tmp_path), places=places, kernels=kernels)
+    warm, found = started(core_checkpoint, str(tmp_path), places=places, kernels=kernels)
     assert (cold.num_programs, cold.num_programs_found) == (10, 0), (
         "one decode shape, one mixed shape, deferred samples without evidence and with it, two updates, copies, "
         "counts, a probe and its gather"

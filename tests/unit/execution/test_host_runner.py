@@ -23,7 +23,7 @@ from rayserve_moe.scheduling.step_plan import LAST_SAMPLED, Chunks, PageTableCha
 
 def prepared(path: Path, *, max_model_len: int, max_step_tokens: int = 64, page_size: int = 16) -> HostRunner:
     settings = RunnerSettings(
-        ModelSettings(path=str(path), max_model_len=max_model_len),
+        ModelSettings(path=str(path), max_model_len=max_model_len, dtype="bfloat16"),
         SchedulerSettings(max_running_requests=2, max_step_tokens=max_step_tokens, decode_batch_sizes=(2,)),
         CacheSettings(page_size=page_size, num_pages=16),
         ReplaySettings(enabled=True),

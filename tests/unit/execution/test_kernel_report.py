@@ -22,5 +22,5 @@ def test_a_cpu_has_one_implementation_of_every_operation(kernels, core_checkpoin
 
 
 def test_a_start_has_the_report_of_its_kernels(core_checkpoint):
-    runner = prepared_runner(core_checkpoint, **TWO_SHAPES, cpu_kernels="off", dtype="float32")
+    runner = prepared_runner(core_checkpoint, **TWO_SHAPES, dtype="bfloat16")
     assert runner.warm_up().kernels == kernel_report(runner.served)
