@@ -132,9 +132,8 @@ def test_engines_that_do_not_start_end_the_job(raylets: int, config: Path, promp
     assert str(tmp_path) in summary_in(tmp_path / "out")["reason"]
 
 
-@pytest.mark.parametrize(
-    "cpus_per_host", [pytest.param(1000, id="waits for room"), pytest.param(1, id="loads", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cpus_per_host", [pytest.param(1000, id="waits for room"), pytest.param(1, id="loads")])
 def test_a_job_is_told_to_stop_while_its_engine_starts(
     joins: None, config: Path, prompts: Path, tmp_path: Path, cpus_per_host: int
 ) -> None:

@@ -96,7 +96,8 @@ def test_no_token_is_gathered(topology, tokens):
             assert found[operation].num_bytes < tokens * FULL.width, "what everybody learns is counts, not rows"
 
 
-@pytest.mark.parametrize("topology", ["v6e:2x4", pytest.param("v5p:2x2x2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v6e:2x4", "v5p:2x2x2"])
 def test_on_several_slices_slots_are_gathered_so_that_a_row_goes_once_to_a_device(topology):
     """On one slice counts of all slots and devices are."""
 

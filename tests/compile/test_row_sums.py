@@ -36,6 +36,7 @@ def compared_sizes(*, blocks: bool):
     return compared(sums)
 
 
+@pytest.mark.slow
 def test_a_product_that_the_compiler_turns_around_is_found():
     (found,) = compared_sizes(blocks=False)
     assert "project" in found.line

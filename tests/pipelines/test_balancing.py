@@ -33,6 +33,7 @@ def is_balanced(view: BalancingView, start: ExpertPlacement) -> bool:
     return is_moved and bool(np.mean(view.imbalance_now) < 1.1 < 1.2 < at_start.mean())
 
 
+@pytest.mark.slow
 def test_a_skewed_load_becomes_a_balanced_one_unasked_and_answers_stay_the_same(skewed):
     others = set(threading.enumerate())
 

@@ -92,6 +92,7 @@ def test_outputs_do_not_depend_on_scheduling(native: Engine, alone: Outcomes, wa
     assert_all_same(run_together(native.runner, native.card, workload(native), way=way), alone)
 
 
+@pytest.mark.slow
 def test_logits_are_as_near_to_float32_as_those_of_xla(path: Path, native: Engine):
     """The two round sums at different places. Their streams have 8 bits, so logits differ by some 1 % of their spread;
     where a router is within that of a tie, it may turn. So it is the root of the mean square that is held, over prompts

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import settings
 
-ALL, SAMPLED = 100, 15
+ALL, SAMPLED = 100, 10
 """Examples of a property that asks for no number."""
 
 

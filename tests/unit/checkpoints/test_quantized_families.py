@@ -124,6 +124,7 @@ def loaded(path: Path, *, expert_dtype: str = "") -> dict[str, Any]:
     return load_parameters(source, parameters_in_files(tree, rules, spec=spec), sharding_of=sharding_of)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "form"), CASES.values(), ids=CASES.keys())
 def test_a_quantised_checkpoint_of_a_family_loads_as_its_decoded_twin(tmp_path, layout, form):
     quantised, twin = written(tmp_path, layout, form)

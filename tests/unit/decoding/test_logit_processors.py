@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,12 @@ def test_logits_that_are_not_finite_are_still_found(logits: np.ndarray):
     assert not np.isfinite(changed[1]).all() and np.isfinite(changed[[0, 2]]).all()
 
 
+@jax.jit
+def logits_without_repeats(recent: jax.Array, lengths: jax.Array, sizes: jax.Array) -> jax.Array:
+    rows = ProcessedRows(recent, lengths, {"no_repeat_ngram": sizes})
+    return no_repeat_ngram(jnp.zeros((1, 4)), rows, part=VocabularyPart(4, 4))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", range(1, 5))
 def test_no_ngram_is_repeated(size: int):
@@ -85,8 +93,7 @@ def test_no_ngram_is_repeated(size: int):
         }
         padded = np.full((1, NUM_RECENT), -1, np.int32)
         padded[0, NUM_RECENT - length :] = recent
-        rows = ProcessedRows(padded, np.array([length]), {"no_repeat_ngram": jnp.array([size])})
-        left = no_repeat_ngram(jnp.zeros((1, 4)), rows, part=VocabularyPart(4, 4))
+        left = logits_without_repeats(padded, np.array([length]), np.array([size]))
         assert set(np.flatnonzero(np.isneginf(np.asarray(left)[0])).tolist()) == banned
 
 
@@ -114,12 +121,11 @@ def test_support_is_what_truncation_leaves(logits: np.ndarray):
         position_S=np.zeros(3, np.uint32),
         num_top_S=np.zeros(3, np.uint32),
     )
-    sampled = sample(jnp.asarray(logits), rows, part=PART, max_top=1, returns_kept=True)
+    sampled = jax.jit(partial(sample, part=PART, max_top=1, returns_kept=True))(logits, rows)
     ids, wants = np.asarray(sampled.ids_S), np.ones(3, bool)
     assert sampled.kept is not None
-    bits, among = sampling_mask(
-        sampled.kept, ids, wants_S=wants, temperature_S=rows.temperature_S, part=PART, masses=masses_of
-    )
+    mask_of = jax.jit(partial(sampling_mask, part=PART, masses=masses_of))
+    bits, among = mask_of(sampled.kept, ids, wants_S=wants, temperature_S=rows.temperature_S)
     kept = np.unpackbits(np.asarray(bits).view(np.uint8), axis=1, bitorder="little")[:, :WORDS].astype(bool)
     probabilities = np.exp(logits / np.array([[1.0], [1.0], [2.0]]))
     expected = [

@@ -22,7 +22,21 @@ def sample_from_whole(logits: jax.Array, batch: SamplingBatch, *, max_top: int =
     return sample(logits, batch, part=VocabularyPart(logits.shape[1], logits.shape[1]), max_top=max_top)
 
 
-compiled_sample = jax.jit(sample_from_whole)
+compiled = jax.jit(sample_from_whole)
+ROWS = 64
+"""Few rows are as many as these, so that one program serves them."""
+
+
+def compiled_sample(logits: jax.Array, batch: SamplingBatch) -> Sampled:
+    """Sample a batch; few rows are followed by copies of the last one."""
+    count = len(logits)
+    num_copies = max(0, ROWS - count)
+
+    def padded(values: jax.Array) -> np.ndarray:
+        return np.concatenate([values, np.repeat(values[-1:], num_copies, axis=0)])
+
+    found = compiled(*jax.tree.map(padded, (logits, batch)))
+    return jax.tree.map(lambda values: np.asarray(values)[:count], found)
 
 
 def rows(count: int, **fields: object) -> SamplingBatch:

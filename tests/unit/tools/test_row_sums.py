@@ -102,7 +102,7 @@ def test_steps_of_every_family_add_up_rows_in_one_order(case: FamilyCase):
     assert list(map(str, differences(served_by(case)))) == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("planted", FREE)
 def test_a_planted_free_tile_is_found(planted: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(native_kernels.INVARIANT, "cpu", replace(CPU_INVARIANT, **FREE[planted]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import cache
 
 import pytest
 
@@ -15,10 +16,15 @@ from rayserve_moe.serving.start.options import add_arguments, config_of, given_s
 from rayserve_moe.serving.start.ports import StartError
 
 
+@cache
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
+    add_arguments(made)
+    return made
+
+
 def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
-    add_arguments(parser)
-    return parser.parse_args(arguments)
+    return parser().parse_args(arguments)
 
 
 def test_options_are_settings():
