@@ -117,10 +117,8 @@ class Interleaving:
         self._reference.check(sequence.token_ids[: sequence.num_tokens].tolist(), routing, self._tally)
 
 
-@pytest.fixture(scope="module")
-def engines(engine: Engine, two_ranks: Engine) -> dict[int, Engine]:
-    """By the number of data ranks, of one device each."""
-    return {1: engine, 2: two_ranks}
+ENGINES = {1: "engine", 2: "two_ranks"}
+"""Fixtures by the number of data ranks, of one device each."""
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +133,20 @@ def tally() -> Tally:
 
 @pytest.mark.parametrize(
     ("num_data_ranks", "num_examples"),
-    [(2, 6), *(pytest.param(ranks, 150, marks=pytest.mark.slow) for ranks in (1, 2))],
+    [
+        (1, 6),
+        pytest.param(2, 6, marks=pytest.mark.natively),
+        *(pytest.param(ranks, 150, marks=pytest.mark.slow) for ranks in (1, 2)),
+    ],
 )
 def test_every_row_is_that_of_an_isolated_run_or_reported_missing(
-    engines: dict[int, Engine], reference: RouterReference, tally: Tally, num_data_ranks: int, num_examples: int
+    request: pytest.FixtureRequest,
+    reference: RouterReference,
+    tally: Tally,
+    num_data_ranks: int,
+    num_examples: int,
 ):
-    engine = engines[num_data_ranks]
+    engine: Engine = request.getfixturevalue(ENGINES[num_data_ranks])
 
     @settings(max_examples=num_examples, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
     @given(events=EVENTS, way=WAYS)

@@ -54,7 +54,7 @@ def asking() -> list[GenerationRequest]:
 
 @pytest.fixture(scope="module")
 def shown(engine_with: EngineStore) -> Iterator[Engine]:
-    with engine_with.held(**ONE_BUCKET, **STATES) as engine:
+    with engine_with.held(**ONE_BUCKET, **STATES, structured_output=True) as engine:
         yield engine
 
 
