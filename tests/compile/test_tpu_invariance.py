@@ -98,12 +98,26 @@ FREE: dict[str, Kernels] = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("planted", FREE)
 def test_a_planted_free_tile_is_found(planted: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native_kernels, "TPU_INVARIANT", FREE[planted])
+    monkeypatch.setitem(native_kernels.INVARIANT, "tpu", FREE[planted])
     assert traced_differences(served_on(MODEL)) != set()
 
 
+def differs(model: str, where: str) -> Any:
+    """Return a model whose compiled steps add up rows in several orders, as servers say that refuse it."""
+    return pytest.param(model, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"XLA: {where}"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        MODEL,
+        differs(
+            "gpt-oss-20b", "windows of 256 or 1,024 columns in the output of attention; other emitters in the router"
+        ),
+        differs("qwen3.5-35b-a3b", "other emitters for projections of 2,048 columns"),
+    ],
+)
 def test_compiled_steps_add_up_rows_in_one_order(model: str):
     served = served_on(model)
     assert list(map(str, differences(served, names=smallest_and_largest(served)))) == []
@@ -112,6 +126,6 @@ def test_compiled_steps_add_up_rows_in_one_order(model: str):
 @pytest.mark.slow
 def test_a_head_that_the_compiler_turns_around_is_found(monkeypatch: pytest.MonkeyPatch):
     """The compiler swaps the head's operands in a decode step of one sequence, not in a step of 256."""
-    monkeypatch.setattr(native_kernels, "TPU_INVARIANT", replace(TPU_INVARIANT, head=TPU.head))
+    monkeypatch.setitem(native_kernels.INVARIANT, "tpu", replace(TPU_INVARIANT, head=TPU.head))
     found = differences(served_on(MODEL, max_running_requests=32, precompile_bs_paddings=[4, 32]))
     assert any("head_logits" in each.line for each in found)

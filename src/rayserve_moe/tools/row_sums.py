@@ -125,9 +125,12 @@ def products_of(program: ProgramText) -> Iterator[RowSum]:
         parts = [part for part in program.fused(instruction) if part.opcode == "convolution"]
         bounds, emitter = _WINDOW.search(instruction.attributes), _EMITTER.search(instruction.attributes)
         for part in parts:
+            line = program.source_of(part) or part.op_name
+            if _is_exact(line):
+                continue
             width = f"windows of {LANES * int(bounds[1])}" if bounds else "unknown windows"
             order = f"{width}, {emitter[1] if emitter else 'unknown emitter'}"
-            yield RowSum(program.source_of(part) or part.op_name, "product of XLA", order)
+            yield RowSum(line, "product of XLA", order)
 
 
 def compared(sums: Mapping[str, Iterable[RowSum]], *, parts: AbstractSet[str] = frozenset()) -> list[Difference]:
@@ -191,10 +194,14 @@ def _operands(equation: core.JaxprEqn) -> list[Any]:
 def _has_orders(equation: core.JaxprEqn, line: str) -> bool:
     """Return True if another order could give other bits: of more than two floating-point numbers."""
     given, *_ = _operands(equation)
-    if not jnp.issubdtype(given.dtype, jnp.floating) or line.rpartition(" ")[2] in EXACT:
+    if not jnp.issubdtype(given.dtype, jnp.floating) or _is_exact(line):
         return False
     axes = equation.params.get("axes", ()) if equation.primitive.name in SUMS else ()
     return not axes or math.prod(given.shape[axis] for axis in axes) > 2
+
+
+def _is_exact(line: str) -> bool:
+    return line.rpartition(" ")[2] in EXACT
 
 
 def _line_of(equation: core.JaxprEqn) -> str:
