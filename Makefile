@@ -69,7 +69,7 @@ check: $(TEST)
 	$(BIN)/pytest -q -m "not slow" $(STYLE)
 
 # Everything but the tests of `check`, and but those that are slow: a law is tried in one way, in others by `test-all`.
-# Laws marked `natively` are left to `test-native`, which holds them to the bit.
+# Laws marked `natively` run in `test-native` only, to the bit.
 test: $(TEST)
 	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) $(STYLE:%=--ignore=%) -m "not slow and not parity and not emulated and not published"
 
@@ -78,7 +78,7 @@ test-all: $(TEST)
 	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) --optimized -m "not parity and not emulated and not published"
 	$(BIN)/pytest --optimized --cpu-kernels native tests/pipelines
 
-# The laws of the engine over the kernels that a CPU takes by default, with those that `test` leaves to it.
+# The laws of the engine over the default kernels of CPUs, including those that `test` skips.
 test-native: $(TEST)
 	$(WITHOUT_TORCH) $(BIN)/pytest $(SHARED) --optimized --cpu-kernels native -m "not slow" tests/pipelines
 

@@ -113,7 +113,7 @@ def rate_of(seen: list[Seen], since: float, until: float) -> float:
 
 async def open_loop(serve: ServeProcess, *, rate: float, max_tokens: int, seconds: float) -> Watched:
     """Ask at random moments, `rate` times a second on average, for so long; waits for all answers."""
-    pids = {part: serve.pids_of(title) for part, title in PARTS.items()}  # takes long enough to hold up the clients
+    pids = {part: serve.pids_of(title) for part, title in PARTS.items()}  # a slow search that would delay the clients
     watched, over, draw = Watched(), time.monotonic() + seconds, random.Random(0)
 
     async def every(period_s: float, look: Callable[[], Awaitable[None]]) -> None:

@@ -82,7 +82,7 @@ def requests_of(problems: int, samples: int, temperature: float) -> list[Generat
 
 
 def measure(engines: dict[str, Engine], *, repeats: int) -> dict[str, Any]:
-    """Measure every load with each proposer, each run right after one without drafts. RuntimeError if ids differ."""
+    """Measure every load with each proposer, always right after a plain run. RuntimeError if ids differ."""
     found: dict[str, Any] = {}
     for engine in engines.values():
         engine.runner.later.wait()  # programs that still compile take a core
@@ -105,7 +105,7 @@ def measure(engines: dict[str, Engine], *, repeats: int) -> dict[str, Any]:
 
 
 def sides(engines: dict[str, Engine]) -> Iterator[tuple[str, Engine, SpeculationFor]]:
-    """Return every proposer with fixed and with chosen numbers of drafts; its own engine runs it."""
+    """Return each proposer with its engine, once with fixed and once with chosen numbers of drafts."""
     for name, engine in engines.items():
         for kind in ("fixed", "chosen"):
             yield f"{name}, {kind}", engine, _speculation_of(name, engine, is_fixed=kind == "fixed")

@@ -113,7 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file of which nothing is run, such as one of comparisons with the reference, and torch with it."""
+    """Do not import files whose tests are all deselected, such as comparisons that import torch."""
     left_out = [name for name in ("parity", "published", "slow") if f"not {name}" in config.option.markexpr]
     if "slow" in left_out and config.getoption("--cpu-kernels") != "native":
         left_out.append("natively")
@@ -132,7 +132,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Choose variants ahead of `-m`, and parts after it. With the native kernels only tests over the core model run:
-    what they compute, no other test sees. Laws that are held `natively` are slow over the kernels of XLA."""
+    what they compute, no other test sees. Tests marked `natively` are slow over XLA's kernels."""
     mark_others_slow(items)
     if config.getoption("--cpu-kernels") != "native":
         leave_to_native_kernels(items)

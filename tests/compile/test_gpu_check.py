@@ -114,7 +114,7 @@ def test_a_step_with_prompts_may_copy_a_layer_and_no_more():
 
 
 def test_a_program_that_takes_more_than_a_card_has_does_not_fit():
-    """The compiler of GPUs does not say so."""
+    """The report checks the limit, because GPU compilers do not."""
     limit = limit_of("h200:1")
     least, most = (
         ProgramReport("decode_16", memory=DeviceMemory(limit, 0, 0, 0, peak, limit), is_in_place=True)

@@ -103,7 +103,7 @@ def test_a_planted_free_tile_is_found(planted: str, monkeypatch: pytest.MonkeyPa
 
 
 def differs(model: str, where: str) -> Any:
-    """Return a model whose compiled steps add up rows in several orders, as servers say that refuse it."""
+    """Return a model that servers refuse because its compiled steps add up rows in several orders."""
     return pytest.param(model, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"XLA: {where}"))
 
 

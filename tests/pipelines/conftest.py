@@ -83,7 +83,7 @@ def reference_for(kernel_settings: dict[str, str]) -> Iterator[ReferenceFactory]
 
 @pytest.fixture(scope="session")
 def engine(engine_with: EngineStore) -> Engine:
-    """Reference engine: one device, two prefill buckets; where all shapes are compiled more, and two decode buckets."""
+    """Reference engine: one device, two prefill buckets, and one decode bucket unless all shapes are compiled."""
     paddings = [16] if compiles_few() else [1, 16]
     with two_shapes_of_prompts(), shared_by_many():
         return engine_with.pinned(max_step_tokens=256, precompile_bs_paddings=paddings, structured_output=True)

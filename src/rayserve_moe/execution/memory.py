@@ -139,7 +139,7 @@ def spare_bytes(devices: list[jax.Device]) -> int:
 
 
 class NoPagesError(SettingsError):
-    """Memory that holds no two pages beside the weights."""
+    """The memory beside the weights holds fewer than two pages."""
 
 
 def largest_8_bit(tree: object) -> int:

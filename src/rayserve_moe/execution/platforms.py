@@ -66,11 +66,11 @@ XLA_THREADS = "PJRT_NPROC"
 
 
 NICENESS = 5
-"""Nice value of threads that compute on the cores of servers: a request that comes is looked at first."""
+"""Nice value of compute threads that share cores with servers, so that new requests are handled first."""
 
 
 def lower_priority() -> None:
-    """Give all threads of this process at least the nice value NICENESS. Threads that they start later inherit it."""
+    """Give all threads of this process at least the nice value NICENESS. Threads started later inherit it."""
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

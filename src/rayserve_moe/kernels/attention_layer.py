@@ -43,8 +43,8 @@ class TokenBatch:
     of each block's sequence. `num_singles` is U. If layers have different page tables, slots and tables have a further
     dimension ahead, and `layer_pages` assigns them to layers. If several single tokens may belong to the same sequence,
     `sequences_U` int32 holds the sequence of each, with at most `max_together` per sequence (`Together`). `rows_B`
-    int32 are the data rank's rows of single tokens and blocks; rows of padding are arbitrary. `stores_only` promises
-    that nothing reads the outputs of attention: kernels may store keys and values, and return anything.
+    int32 are the data rank's rows of single tokens and blocks; rows of padding are arbitrary. If
+    `stores_only`, nothing reads the outputs of attention: kernels may only store keys and values.
     """
 
     token_ids_T: jax.Array

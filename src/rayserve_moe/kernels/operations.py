@@ -144,7 +144,7 @@ class PoolKernels:
     dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Dtype of the pool by dtype of keys and values, if they differ (`kv_pool`)."""
     unreachable_bytes: tuple[int, int] = (0, 0)
-    """Pools of 8 bits with more bytes than the first and up to the second are beyond the offsets of the kernels."""
+    """Size range (exclusive, inclusive) of 8-bit pools that the kernels cannot address to their end."""
 
 
 @dataclass(frozen=True)

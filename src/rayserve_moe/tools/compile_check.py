@@ -205,7 +205,7 @@ def hbm_limit(device: jax.Device) -> int:
 
 
 def _num_pages(served: ServedModel, *, limit: int) -> int:
-    """Return a server's number of pages; the minimum if weights leave no memory, which the report says."""
+    """Return a server's number of pages; the minimum if weights leave no memory, which the report names."""
     used = bytes_on_device(served.weights) + bytes_on_device(beside_weights(served))
     try:
         return served.num_pages_within((limit or sys.maxsize) - used)

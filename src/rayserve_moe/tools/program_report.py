@@ -53,7 +53,7 @@ class DeviceMemory:
     def fits(self) -> bool:
         """Return True if the peak is within the limit, or the limit is unknown.
 
-        The compiler of TPUs raises an error instead; that of GPUs compiles programs of any size.
+        TPU compilers raise an error beyond the limit. GPU compilers accept programs of any size.
         """
         return not self.limit or self.peak <= self.limit
 

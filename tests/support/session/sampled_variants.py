@@ -1,4 +1,4 @@
-"""What `make test` leaves out: most variants of large matrices, and laws that `make test-native` holds to the bit."""
+"""Selection of tests for `make test`: it skips most variants of large matrices, and laws of `make test-native`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mark_others_slow(items: Iterable[Any]) -> None:
 
 
 def leave_to_native_kernels(items: Iterable[Any]) -> None:
-    """Mark tests as slow that are marked `natively`: laws of the core model that hold over any kernels."""
+    """Mark tests with the mark `natively` as slow: they are laws of the core model that hold over any kernels."""
     for item in items:
         if item.get_closest_marker("natively"):
             item.add_marker(pytest.mark.slow)
@@ -39,10 +39,10 @@ class _QuickValues:
     def __init__(self) -> None:
         self._of: dict[int, tuple[list[str], dict[tuple[int, ...], int]]] = {}
         self._held: list[Any] = []
-        """Values whose `id` is kept."""
+        """Values whose `id` is a key, kept alive."""
 
     def of(self, marker: pytest.Mark) -> tuple[list[str], dict[tuple[int, ...], int]]:
-        """Return the parameter names of `marker`, and the places of its values that are not slow by their `id`."""
+        """Return the parameter names of `marker`, and the places by `id` of its values that are not slow."""
         if id(marker) not in self._of:
             names, sets = marker.args
             names = [names] if isinstance(names, str) else list(names)

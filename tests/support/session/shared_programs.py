@@ -32,7 +32,7 @@ class _Latest(threading.local):
 
 
 class SharedPrograms:
-    """Shares engine programs through jax's cache while started, and those that are loaded."""
+    """Shares compiled engine programs through jax's cache, and loaded ones between engines, while started."""
 
     def __init__(self) -> None:
         self._patch = pytest.MonkeyPatch()

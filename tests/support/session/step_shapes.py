@@ -1,4 +1,4 @@
-"""Step shapes that engines of tests compile: the fewest that hold every step, one more, or the default shapes."""
+"""Step shapes of test engines: the minimum that fits every step, one more, or the defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rayserve_moe.execution.programs.buckets import CPUS
 
 OF_USERS = dict(CPUS)
 SAVED_S = 8.0
-"""Seconds that a second shape of prompts saves over the core model, and a third one does not."""
+"""Assumed compile time at which a second prompt shape of the core model pays, and a third does not."""
 
 
 def compile_fewest_shapes() -> None:
@@ -20,7 +20,7 @@ def compile_fewest_shapes() -> None:
 
 
 def compiles_few() -> bool:
-    """Return whether this process compiles the fewest shapes."""
+    """Return True if this process compiles the minimum of shapes."""
     return CPUS != OF_USERS
 
 

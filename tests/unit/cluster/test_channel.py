@@ -197,4 +197,4 @@ def test_a_channel_within_a_cycle_is_closed_with_it():
         cycle: list[object] = [connected(address)]
         cycle.append(cycle)
         del cycle
-        gc.collect(1)  # of what is young
+        gc.collect(1)  # young objects only

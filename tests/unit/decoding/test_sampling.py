@@ -24,7 +24,7 @@ def sample_from_whole(logits: jax.Array, batch: SamplingBatch, *, max_top: int =
 
 compiled = jax.jit(sample_from_whole)
 ROWS = 64
-"""Few rows are as many as these, so that one program serves them."""
+"""Smaller batches are padded to this number of rows, so that they share a program."""
 
 
 def compiled_sample(logits: jax.Array, batch: SamplingBatch) -> Sampled:

@@ -40,14 +40,15 @@ def extended(  # noqa: PLR0913 (the parts of a step, by keyword)
     config: DraftConfig,
     rests: bool = False,
 ) -> DeviceState:
-    """Return the state with that of the draft after a step, on a device.
+    """Return a device's state after a step, with the draft model's state updated.
 
     Each token is followed by the next token or its sample. The token after a prompt chunk of a single token is not
     known here, so the token itself takes its place. If several choices sample after the same token, the first sample
     follows it for all of them. Both only make some drafts wrong.
 
-    If the draft `rests`, the pools have the step's keys and values, and the other arrays are those of `state`. XLA then
-    removes what only features need, and `TokenBatch.stores_only` is set for kernels that attend while they store keys.
+    If the draft `rests`, the pools have the step's keys and values, and its other arrays do not change. XLA removes
+    the operations that only features need, and `TokenBatch.stores_only` is set for kernels that attend while they store
+    keys.
     """
     batch, places_S = step.batch, step.sample_places_S
     both, draft = weights_of_both(weights), draft_of(state)

@@ -83,7 +83,7 @@ struct LatentProduct {
   }
 };
 
-// Latents of keys and of queries; or the queries themselves, where they have none. Of keys alone if no token attends.
+// Latents of keys and of queries; or the queries themselves, where they have none. Only keys if no token attends.
 inline void project_down(const LatentShapes& s, const LatentArrays& a, LatentRows& rows) {
   const int64_t depth = s.batch.width;
   rows.keys_adapted.find(a.kv_a_adapters, a.hidden, depth, s.batch.num_tokens);

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 MIN_SIZE = 16
 """Minimum size of a product of Triton in every direction."""
 UNREACHABLE_BYTES = 2**31, 2**32
-"""Arrays of 8 bits with more bytes than the first and up to the second are not read beyond the first.
+"""Size range (exclusive, inclusive) of 8-bit arrays whose elements beyond the first bound a kernel cannot address.
 
 Pallas computes offsets in elements, of 32 bits with a sign, up to the second number of bytes (jax 0.10 and 0.11).
 """

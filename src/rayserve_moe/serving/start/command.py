@@ -149,7 +149,7 @@ def _prepared(config: CheckedConfig) -> tuple[str, list[str], dict[str, str]]:
 
 
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": ""}
-"""The default of jax's variable by platform. jax takes the CPU of a list if no plugin loads: workers check."""
+"""Default of JAX_PLATFORMS by platform. If no plugin loads, jax falls back to a listed CPU, so workers check."""
 
 GPU_MEMORY_SHARE = "0.92"
 """Share of a card's memory that jax takes at its start; its default is 0.75."""
