@@ -4,10 +4,10 @@
 
 Emulated hosts on raylets of their own; the replica is in this process. In the first round the smaller group compiles
 its programs, later ones find them. A pause is the longest time without an update less `--after`, for which the group
-waits for the host. The hottest rank is that of a plan by the loads that it was made from, over the least that any
-placement has. Moved are the slots of experts that a host loads whose node has not loaded them before, and those that
-travel for plans; what a node has loaded before, its hosts read again from its own disk or page cache. The least are the
-slots of the same placement that no host had which stayed, whichever rank it becomes.
+waits for the host. The hottest rank is that of the placement after the planner's next decision, by the counts of that
+time, over the least that any placement has. Moved are the slots of experts that a host loads whose node has not loaded
+them before, and those that travel for plans; what a node has loaded before, its hosts read again from its own disk or
+page cache. The least are the slots of the same placement that no host had which stayed, whichever rank it becomes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ from benchmarks.kill_nodes import LIMIT_S, NUM_CPUS, Answer, answers, differing
 from benchmarks.markdown import markdown_table
 from rayserve_moe.balancing.placement import ExpertPlacement
 from rayserve_moe.balancing.planner import lower_bound
-from rayserve_moe.balancing.planning import Proposal, rank_loads
+from rayserve_moe.balancing.planning import rank_loads
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.cluster.replica_engine import ReplicaEngine, start_replica_engine
 from rayserve_moe.config.load import set_environment_defaults, settings_from
-from rayserve_moe.engine.eplb.control import ShownLoads
+from rayserve_moe.engine.eplb.control import UNDER_WAY, MigrationRecord
 from rayserve_moe.serving.start.command import DEFAULTS
 
 NUM_HOSTS, NUM_TOKENS = 4, 40
 START_S = 3600.0
 """Four workers compile side by side: a busy machine needs more than ten minutes."""
+SETTLED_S = 1.0
+"""Age of a decision by which its plan is recorded."""
 EPLB = {"enable_eplb": True, "eplb_interval": 256, "eplb_window": 512, "num_redundant_experts": 4}
+OF_RAY = ("RAY_health", "RAY_worker")
+"""Beginnings of the names of Ray's settings that a server sets, too: at Ray's own nice 15 hosts wait for all others."""
 ask = partial(answers, num_tokens=NUM_TOKENS)
 
 
@@ -61,39 +65,51 @@ def until_hosts(
 
 
 class PlanWatch:
-    """Notes of every plan that is followed the loads, and how near its hottest rank comes to the bound."""
+    """The planner's decision after a change: what moves for it, and how near the hottest rank comes to the bound."""
 
     def __init__(self, engine: ReplicaEngine) -> None:
-        self._control = control = engine.loop.eplb_control
-        self._begin, self.over_bounds = control.history.begin, []
-        control.history.begin = self._note  # ty: ignore[invalid-assignment]
+        self._loop, self._control = engine.loop, engine.loop.eplb_control
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait for the next decision."""
+        self._since = time.time()
 
     @property
     def is_over(self) -> bool:
-        """Whether the last plan that was begun is where experts lie now."""
-        records = self._control.history.records()
-        return bool(self.over_bounds) and records[-1].outcome == "finished"
+        """Whether the planner has decided since, and no experts are moving; it may decide to move none."""
+        age_s = self._control.view().actor.plan_age_s
+        is_decided = age_s is not None and SETTLED_S <= age_s < time.time() - self._since
+        return is_decided and all(plan.outcome != UNDER_WAY for plan in self._plans())
+
+    @property
+    def num_plans(self) -> int:
+        """Plans that were followed."""
+        return len(self._plans())
 
     @property
     def moved_slots(self) -> int:
-        """Of the last plan."""
-        return self._control.history.records()[-1].moved_slots
+        """Slots that they moved."""
+        return sum(plan.moved_slots for plan in self._plans())
 
-    def _note(self, proposal: Proposal, target: ExpertPlacement, *, step: int, loads: ShownLoads) -> None:
-        tokens, num_redundant = np.asarray(self._control.view().tokens), target.num_slots - target.num_experts
-        bound = lower_bound(tokens, ep_size=target.ep_size, num_redundant=num_redundant)
-        self.over_bounds.append((rank_loads(target, tokens).max(axis=1) / bound).mean())
-        note(f"a plan from {tokens.sum(axis=1).mean():.0f} tokens a layer: {proposal.imbalance_before:.3f} of the mean")
-        self._begin(proposal, target, step=step, loads=loads)
+    def over_bound(self) -> float:
+        """Return the load of the hottest rank over the least of any placement, mean over layers."""
+        tokens, placement = np.asarray(self._control.view().tokens), self._loop.eplb.migration.placement
+        num_redundant = placement.num_slots - placement.num_experts
+        bound = lower_bound(tokens, ep_size=placement.ep_size, num_redundant=num_redundant)
+        return float((rank_loads(placement, tokens).max(axis=1) / bound).mean())
+
+    def _plans(self) -> list[MigrationRecord]:
+        return [plan for plan in self._control.history.records() if plan.time >= self._since]
 
 
 def balanced(engine: ReplicaEngine, watch: PlanWatch) -> list[list[Answer | str]]:
-    """Answer requests until a plan has been followed; returns all answers."""
+    """Answer requests until the planner has decided and experts are where it wants them; returns all answers."""
     found, deadline = [], time.monotonic() + 2 * LIMIT_S
-    watch.over_bounds.clear()
+    watch.begin()
     while not watch.is_over:
         if time.monotonic() > deadline:
-            raise TimeoutError("no plan was followed")
+            raise TimeoutError("the planner has not decided")
         found.append(ask(engine)[0])
     return found
 
@@ -132,7 +148,7 @@ def nodes_of(engine: ReplicaEngine) -> list[str]:
 def moved(
     engine: ReplicaEngine, watch: PlanWatch, before: ExpertPlacement, *, stay: list[int], loaded: int, slot_bytes: int
 ) -> dict[str, int]:
-    """Return bytes of experts that moved until the plan was followed, and the least for where they lie now."""
+    """Return bytes of experts that moved until the planner had decided, and the least for where they lie now."""
     after = engine.loop.eplb.migration.placement
     slots = loaded + watch.moved_slots
     least = min_slots(before, after, stay=stay)
@@ -171,7 +187,7 @@ def rounds(cluster: Cluster, engine: ReplicaEngine, *, num_rounds: int, slot_byt
             more = balanced(engine, watch)
             counts = [differing(each, expected) for each in (*found, *more)]
             sums = {key: sum(int(each[key]) for each in counts) for key in ("lost", "tokens", "rows")}
-            sums |= {"over_bound": max(watch.over_bounds), "plans": len(watch.over_bounds)}
+            sums |= {"over_bound": watch.over_bound(), "plans": watch.num_plans}
             sums |= moved(engine, watch, before, stay=stay, loaded=loaded, slot_bytes=slot_bytes)
             note(f"{name}: {sums}")
             gap, requests = max(each["logprob_gap"] for each in counts), sum(map(len, (*found, *more)))
@@ -189,7 +205,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "elastic_hosts.json")
     arguments = parser.parse_args()
     load_before = load_before_start()
-    set_environment_defaults({name: value for name, value in DEFAULTS.items() if name.startswith("RAY_health")})
+    set_environment_defaults({name: value for name, value in DEFAULTS.items() if name.startswith(OF_RAY)})
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     for _ in range(NUM_HOSTS):
         cluster.add_node(num_cpus=NUM_CPUS)

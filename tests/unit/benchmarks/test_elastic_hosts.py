@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from inspect import signature
-
 import numpy as np
 import pytest
 
-from benchmarks.elastic_hosts import NodeExperts, PlanWatch, min_slots, table_of
+from benchmarks.elastic_hosts import NodeExperts, min_slots, table_of
 from rayserve_moe.balancing.layout import num_incoming
 from rayserve_moe.balancing.placement import ExpertPlacement, identity_placement
 from rayserve_moe.balancing.planner import replan
 from rayserve_moe.balancing.planning import TOLERANCE, carried_placement, chance
-from rayserve_moe.engine.eplb.control import MigrationHistory
 
 
 def permuted(placement: ExpertPlacement, ranks: list[int]) -> ExpertPlacement:
@@ -42,10 +39,6 @@ def test_a_node_loads_an_expert_once() -> None:
     assert held.load(permuted(before, [1, 0, 2, 3]), ["b", "a", "c", "e"]) == 2 * 2, "only a new node loads any"
     after = identity_placement(2, 8, ep_size=2, num_redundant=0)
     assert held.load(after, ["a", "c"]) == 2 * (2 + 2)
-
-
-def test_the_watch_is_called_as_the_history_that_it_watches() -> None:
-    assert signature(PlanWatch._note).parameters == signature(MigrationHistory.begin).parameters
 
 
 def test_the_pause_is_without_the_wait_for_the_host() -> None:
