@@ -67,11 +67,13 @@ from tests.support.models.families import FamilyCase
 from tests.support.session.costs import Costs
 from tests.support.session.hypothesis_examples import ALL, SAMPLED
 from tests.support.session.sampled_variants import leave_to_native_kernels, mark_others_slow
+from tests.support.session.shared_contexts import SharedContexts
 from tests.support.session.shared_programs import SharedPrograms
 from tests.support.session.step_shapes import compile_fewest_shapes
 
 SHARED_PROGRAMS = SharedPrograms()
 SHARED_PROGRAMS.start()
+SharedContexts().start()
 
 hypothesis.settings.register_profile(
     "sampled", deadline=None, max_examples=SAMPLED, derandomize=bool(os.environ.get("CI"))
