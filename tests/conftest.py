@@ -66,6 +66,7 @@ from tests.support.models.core import CORE_CONFIG, NATIVE_CORE_CONFIG
 from tests.support.models.families import FamilyCase
 from tests.support.session.costs import Costs
 from tests.support.session.hypothesis_examples import ALL, SAMPLED
+from tests.support.session.kept_compilations import KeptCompilations
 from tests.support.session.sampled_variants import leave_to_native_kernels, mark_others_slow
 from tests.support.session.shared_contexts import SharedContexts
 from tests.support.session.shared_programs import SharedPrograms
@@ -93,7 +94,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--optimized",
         action="store_true",
-        help="compile all shapes of steps, and every program as for users, not quickly; try properties on all examples",
+        help="compile all shapes of steps, programs as for users, and those for TPUs anew; try properties on all examples",
     )
     parser.addoption("--costs", type=int, metavar="N", help="show the N tests that take most CPU seconds")
     parser.addoption(
@@ -112,6 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("all")
     else:
         compile_fewest_shapes()
+        KeptCompilations(Path(os.environ["JAX_COMPILATION_CACHE_DIR"])).start()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
