@@ -167,6 +167,14 @@ def _part_group(item: pytest.Item) -> tuple[str, str]:
     return str(item.path), model.name if isinstance(model, FamilyCase) else model
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no garbage while tests are imported: what is made stays."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Look for garbage seldom, and never among what was imported: tracing makes many objects and few circles."""
     gc.collect()
