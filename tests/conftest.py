@@ -214,6 +214,12 @@ def other_checkpoint(tmp_path_factory: pytest.TempPathFactory, is_native: bool) 
     return _write(tmp_path_factory.mktemp("core") / "other", is_native=is_native, seed=4)
 
 
+@pytest.fixture(scope="session")
+def quick_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The core model for tests that need an engine and no float32: steps of native kernels compile quickly."""
+    return write_checkpoint(tmp_path_factory.mktemp("core") / "quick", NATIVE_CORE_CONFIG, seed=3)
+
+
 def _write(path: Path, *, is_native: bool, seed: int) -> Path:
     if not is_native:
         return write_checkpoint(path, CORE_CONFIG, seed=seed, dtype="float32")

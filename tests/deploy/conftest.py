@@ -14,9 +14,9 @@ from tests.http.conftest import served
 
 
 @pytest.fixture(scope="session")
-def engine(core_checkpoint):
+def engine(quick_checkpoint):
     with Engine(
-        model_path=str(core_checkpoint),
+        model_path=str(quick_checkpoint),
         max_running_requests=1,
         precompile_bs_paddings=[1],
         max_step_tokens=32,

@@ -317,6 +317,7 @@ def _check_together(settings: Settings) -> None:
     if settings.structured.processors and not settings.structured.enabled:
         raise SettingsError("logit_processors need deferred sampling: set structured_output: true")
     _check_parallel(settings.parallel)
+    _check_balancing(settings)
     _check_selection(settings)
     _check_adapters(settings.adapters)
     check_speculation(settings.speculation, selection=settings.experts.selection)
@@ -328,6 +329,11 @@ def _check_together(settings: Settings) -> None:
             f"precompile_bs_paddings reaches {max(scheduler.decode_batch_sizes)} rows, "
             f"max_running_requests is {scheduler.max_running_requests}: add a size that holds them all"
         )
+
+
+def _check_balancing(settings: Settings) -> None:
+    if settings.balancing.placement and not settings.balancing.enabled:
+        raise SettingsError("expert_placement needs enable_eplb: true, because experts move to it")
 
 
 def _check_selection(settings: Settings) -> None:

@@ -12,6 +12,6 @@ from tests.support.engine.shared_settings import CORE
 
 
 @pytest.fixture(scope="package")
-def engine(core_checkpoint: Path) -> Iterator[Engine]:
-    with Engine(str(core_checkpoint), **CORE) as engine:
+def engine(quick_checkpoint: Path) -> Iterator[Engine]:
+    with Engine(str(quick_checkpoint), **CORE) as engine:
         yield engine

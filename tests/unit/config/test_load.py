@@ -99,6 +99,7 @@ WRONG = {
     ),
     "adapters of experts without a place": ({"lora_experts": True}, "lora_experts needs max_loras"),
     "one page": ({"num_pages": 1}, "num_pages must be at least 2"),
+    "a placement without experts that move": ({"expert_placement": "planned.json"}, "needs enable_eplb: true"),
     "a topology without its version": ({"tpu_topology": "2x4"}, "tpu_topology and tpu_version belong together"),
     "a version without its topology": ({"tpu_version": "v6e"}, "tpu_topology and tpu_version belong together"),
     "mem_fraction is not a number": ({"mem_fraction": float("nan")}, "mem_fraction must be at least 0.01, found nan"),

@@ -25,9 +25,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm(core_checkpoint: Path) -> Iterator[LLM]:
+def llm(quick_checkpoint: Path) -> Iterator[LLM]:
     with LLM(
-        str(core_checkpoint),
+        str(quick_checkpoint),
         tensor_parallel_size=1,
         enable_expert_parallel=True,
         enable_return_routed_experts=True,

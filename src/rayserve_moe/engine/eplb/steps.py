@@ -50,8 +50,6 @@ def eplb_steps_for(
         if settings.placement:
             steps.set_target(_configured(settings.placement, first))
         return steps
-    if settings.placement:
-        raise SettingsError("expert_placement needs enable_eplb: true, because experts move to it")
     return EplbSteps(migration, own_order=own_order, counts_every=COUNTS_EVERY_UNPLANNED, moves_experts=False)
 
 
