@@ -94,7 +94,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--optimized",
         action="store_true",
-        help="compile all shapes of steps, programs as for users, and those for TPUs anew; try properties on all examples",
+        help="compile all shapes of steps, programs as for users, for TPUs anew; try properties on all examples",
     )
     parser.addoption("--costs", type=int, metavar="N", help="show the N tests that take most CPU seconds")
     parser.addoption(

@@ -29,6 +29,7 @@ from rayserve_moe.kernels.reference.expert_products import (
 from tests.support.experts.quantized_experts import random_experts
 from tests.support.kernels.native_kernels import need_native_kernels
 
+in_blocks = jax.jit(multiply_in_blocks)
 TOKENS, TOP_K, WIDTH, INNER, SLOTS, RESIDENT, RANK = 13, 2, 40, 64, 4, 3, 8
 ADAPTER_T = [(t % (RESIDENT + 1)) - 1 for t in range(TOKENS)]
 """Place of each token's adapter; -1 for none."""
@@ -109,9 +110,7 @@ def test_each_row_is_that_of_its_merged_experts(kernel: Kernel):
     found, here = results(kernel, ADAPTER_T), SLOTS_TK < SLOTS
     tolerance = 2e-5 if kernel.dtype == "float32" else 2**-5
     for adapter in range(-1, RESIDENT):
-        exact = multiply_in_blocks(
-            jnp.asarray(HIDDEN), jnp.asarray(SLOTS_TK), experts_of(KERNELS["blocks"], merged(adapter))
-        )
+        exact = in_blocks(jnp.asarray(HIDDEN), jnp.asarray(SLOTS_TK), experts_of(KERNELS["blocks"], merged(adapter)))
         own = (np.array(ADAPTER_T) == adapter)[:, None] & here
         np.testing.assert_allclose(found[own], np.asarray(exact)[own], atol=tolerance * np.abs(exact).max(), rtol=0)
 

@@ -21,6 +21,8 @@ from rayserve_moe.kernels.reference.expert_products import (
 from tests.support.experts.quantized_experts import random_experts
 from tests.support.kernels.native_kernels import need_native_kernels
 
+in_blocks, natively = jax.jit(multiply_in_blocks), jax.jit(calls.expert_results)
+"""One program each, not one for every operation."""
 TOKENS, INNER, SLOTS, TOP_K = 9, 96, 5, 2
 WIDTH = 74
 """No whole panels of 32: the last one is narrower."""
@@ -85,12 +87,12 @@ def test_experts_with_biases_and_any_activation_are_those_of_the_blocks(activati
     hidden = draw(generator, TOKENS, WIDTH)
     slots = np.stack([generator.permutation(SLOTS)[:TOP_K] for _ in range(TOKENS)]).astype(np.int32)
     exact = rounding_of(weights, hidden, slots, activation)
-    blocks = multiply_in_blocks(hidden, jnp.asarray(slots), experts_of(weights, activation))
-    native = calls.expert_results(hidden, jnp.asarray(slots), experts_of(packed(weights), activation))
+    blocks = in_blocks(hidden, jnp.asarray(slots), experts_of(weights, activation))
+    native = natively(hidden, jnp.asarray(slots), experts_of(packed(weights), activation))
     for found in (blocks, native):
         # An inner number at the middle of two is rounded to either side.
         np.testing.assert_allclose(np.asarray(found, np.float64), exact, atol=2**-7 * np.abs(exact).max())
-    row = calls.expert_results(hidden[3:4], jnp.asarray(slots[3:4]), experts_of(packed(weights), activation))
+    row = natively(hidden[3:4], jnp.asarray(slots[3:4]), experts_of(packed(weights), activation))
     np.testing.assert_array_equal(row[0], native[3])
 
 
@@ -117,9 +119,7 @@ def test_columns_of_zeros_add_nothing(activation):
     padding = ExpertWeights(columns, columns, rows, inner, inner, [(0, 0), (0, 0)])
     pairs = zip(weights, padding, strict=True)
     more = ExpertWeights(*(array if array is None else jnp.pad(array, widths) for array, widths in pairs))
-    once, again = (
-        calls.expert_results(hidden, slots, experts_of(packed(each), activation)) for each in (weights, more)
-    )
+    once, again = (natively(hidden, slots, experts_of(packed(each), activation)) for each in (weights, more))
     np.testing.assert_array_equal(once, again)
 
 
@@ -130,9 +130,9 @@ def test_what_is_no_number_stays_none(activation):
     hidden = draw(generator, TOKENS, WIDTH)
     slots = jnp.asarray(generator.integers(0, SLOTS, (TOKENS, TOP_K)), jnp.int32)
     experts = experts_of(packed(weights), activation)
-    found = np.asarray(calls.expert_results(hidden.at[4, 7].set(jnp.nan), slots, experts), np.float32)
+    found = np.asarray(natively(hidden.at[4, 7].set(jnp.nan), slots, experts), np.float32)
     assert np.isnan(found[4]).all()
-    np.testing.assert_array_equal(np.delete(found, 4, 0), np.delete(calls.expert_results(hidden, slots, experts), 4, 0))
+    np.testing.assert_array_equal(np.delete(found, 4, 0), np.delete(natively(hidden, slots, experts), 4, 0))
 
 
 @pytest.mark.parametrize("activation", [Activation("relu"), Activation("")])
@@ -187,7 +187,7 @@ def test_experts_in_8_bits_have_the_bits_of_the_numbers_that_they_stand_for(dtyp
     biases = [draw(generator, 2 * SLOTS, size) for size in (INNER + 64, INNER + 64, 3 * WIDTH)]
     for added in ({}, dict(zip(("gate_bias_XF", "up_bias_XF", "down_bias_XD"), biases, strict=True))):
         both = (each._replace(**added) for each in (packed(quantized), plain))
-        found, wanted = (calls.expert_results(hidden, slots, experts_of(each, SILU)) for each in both)
+        found, wanted = (natively(hidden, slots, experts_of(each, SILU)) for each in both)
         np.testing.assert_array_equal(found, wanted)
         assert np.abs(wide(found)).max() > 0.1
 
@@ -198,8 +198,8 @@ def test_any_scales_are_those_of_the_blocks(dtype):
     generator = np.random.default_rng(8)
     quantized, _ = random_experts(2 * SLOTS, WIDTH, INNER, seed=8, dtype=dtype)
     hidden, slots = draw(generator, TOKENS, WIDTH), jnp.asarray(generator.integers(0, SLOTS, (TOKENS, 2)), jnp.int32)
-    found = wide(calls.expert_results(hidden, slots, experts_of(packed(quantized), SILU)))
-    wanted = wide(multiply_in_blocks(hidden, slots, experts_of(quantized, SILU)))
+    found = wide(natively(hidden, slots, experts_of(packed(quantized), SILU)))
+    wanted = wide(in_blocks(hidden, slots, experts_of(quantized, SILU)))
     np.testing.assert_allclose(found, wanted, atol=2**-7 * np.abs(wanted).max())
 
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,8 @@ from tests.support.kernels.native_kernels import need_native_kernels
 ROWS = 48
 SIZES = pytest.mark.parametrize("size", [1, 33, 1000, 20_011])
 SPREADS = pytest.mark.parametrize("spread", [0.0, 1.0, 40.0])
+last_of, are_kept = (jax.jit(function, static_argnames="part") for function in (last_kept, is_kept))
+mask_of = partial(jax.jit(sampling_mask, static_argnames=("part", "masses", "kept_words")), masses=masses_of)
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +48,9 @@ def drawn(size: int, spread: float) -> tuple[jax.Array, Limits]:
 @SPREADS
 def test_the_same_tokens_are_kept(size: int, spread: float) -> None:
     part, (logprobs_SV, limits) = VocabularyPart(size, size), drawn(size, spread)
-    wanted = is_kept(logprobs_SV, last_kept(logprobs_SV, limits, part=part), part=part)
+    wanted = are_kept(logprobs_SV, last_of(logprobs_SV, limits, part=part), part=part)
     found = LastKept(*sampling_call.last_kept(logprobs_SV, *limits))
-    np.testing.assert_array_equal(is_kept(logprobs_SV, found, part=part), wanted)
+    np.testing.assert_array_equal(are_kept(logprobs_SV, found, part=part), wanted)
     alone = sampling_call.last_kept(logprobs_SV[7:8], *(each[7:8] for each in limits))
     assert [int(each[0]) for each in alone] == [int(each[7]) for each in found]
 
@@ -71,18 +75,12 @@ def test_a_mask_has_the_kept_tokens_and_the_log_prob_among_them(size: int, sprea
     part, ids_S = VocabularyPart(size, width), jnp.argmax(logprobs_SV, axis=1).astype(jnp.int32)
     temperature_S = jnp.where(jnp.arange(ROWS) % 5 == 0, 0.0, 0.7)
     keeps_all_S = jnp.arange(ROWS) % 7 == 0
-    last = last_kept(logprobs_SV, limits, part=part)
+    last = last_of(logprobs_SV, limits, part=part)
     last = LastKept(*(jnp.where(keeps_all_S, every, own) for every, own in zip(keep_all(ROWS), last, strict=True)))
     wants = jnp.ones(ROWS, bool)
     (bits, among), (wanted_bits, wanted) = (
-        sampling_mask(
-            Kept(logprobs_SV, last),
-            ids_S,
-            wants_S=wants,
-            temperature_S=temperature_S,
-            part=part,
-            masses=masses_of,
-            kept_words=kernel,
+        mask_of(
+            Kept(logprobs_SV, last), ids_S, wants_S=wants, temperature_S=temperature_S, part=part, kept_words=kernel
         )
         for kernel in (sampling_call.kept_words, None)
     )

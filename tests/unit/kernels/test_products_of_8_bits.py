@@ -157,7 +157,7 @@ def grouped(weights, *, narrows_rows: bool, kernel=None) -> np.ndarray:
     slots = generator.integers(0, SLOTS + 1, (40, 2)).astype(np.int32)
     config = ProductConfig(SLOTS, 8.0, narrows_rows=narrows_rows)
     experts = LayerExperts(weights, jnp.asarray(SLOTS, jnp.int32), config)
-    run = multiply_in_blocks if kernel is None else kernel
+    run = jax.jit(multiply_in_blocks) if kernel is None else kernel
     return np.asarray(run(hidden, jnp.asarray(slots), experts), np.float32)[slots < SLOTS]
 
 
