@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayserve_moe.execution.programs.files import ProgramFiles
+from rayserve_moe.execution.programs.files import CHECKS, ProgramFiles
 
 PAYLOADS = {f"{i:064x}": bytes([i]) * 5000 for i in range(6)}
 KEY, OTHER = list(PAYLOADS)[:2]
@@ -107,6 +107,18 @@ def test_what_was_not_used_for_the_longest_time_is_dropped(tmp_path: Path) -> No
         files.write(key, PAYLOADS[key])
     kept = {path.name for path in (tmp_path / "programs").iterdir()}
     assert kept == {KEY, *list(PAYLOADS)[2:5]}, "the first was used in between"
+
+
+def test_a_directory_is_checked_by_the_first_write_and_then_by_every_part_of_the_bound(tmp_path: Path) -> None:
+    files, old = files_in(tmp_path, max_bytes=CHECKS * 12_000), tmp_path / "programs" / "old"
+    is_kept = []
+    for _ in range(4):
+        with old.open("wb") as file:
+            file.truncate(CHECKS * 12_000)  # takes no room on the disk
+        os.utime(old, (0, 0))
+        files.write(KEY, PAYLOADS[KEY])
+        is_kept.append(old.exists())
+    assert is_kept == [False, True, True, False], "5,000 bytes each"
 
 
 def test_a_disk_that_takes_nothing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

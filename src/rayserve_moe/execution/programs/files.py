@@ -18,18 +18,23 @@ log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 32
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+CHECKS = 256
+"""Number of times that the size of a directory is checked while `max_bytes` are written. It may hold thousands of
+files."""
 
 
 class ProgramFiles:
     """Payloads by key in a directory; beyond `max_bytes` the least recently used are deleted.
 
-    Any number of processes may read and write at once.
+    Any number of processes may read and write at once. Each may exceed the bound by a part of it (`CHECKS`).
 
     Raises: OSError if the directory cannot be made, PermissionError if others can write to it.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int) -> None:
         self._directory, self._max_bytes = directory, max_bytes
+        self._unchecked_bytes = max_bytes
+        """Bytes written since the last check of the directory; the first write checks it."""
         make_private(directory)
         with tempfile.TemporaryFile(dir=directory):
             pass  # fail now if the directory is not writable
@@ -64,25 +69,33 @@ class ProgramFiles:
                     partial.replace(self._directory / key)
                 finally:
                     partial.unlink(missing_ok=True)
-            self._drop_oldest()
+            self._unchecked_bytes += len(payload)
+            if self._unchecked_bytes * CHECKS >= self._max_bytes:
+                self._unchecked_bytes = 0
+                self._drop_oldest()
         except OSError as error:
             log.warning("a compiled program is not kept: %s", error)
 
     def _drop_oldest(self) -> None:
         """Delete the oldest files beyond the bound, including partial files of interrupted processes."""
-        files = sorted(self._stats(), key=lambda found: found[1].st_mtime_ns)
-        excess = sum(status.st_size for _, status in files) - self._max_bytes
-        for path, status in files:
+        files = self._files()
+        excess = sum(size for _, size, _ in files) - self._max_bytes
+        if excess <= 0:
+            return
+        for _, size, path in sorted(files):
+            Path(path).unlink(missing_ok=True)
+            excess -= size
             if excess <= 0:
-                break
-            path.unlink(missing_ok=True)
-            excess -= status.st_size
+                return
 
-    def _stats(self) -> list[tuple[Path, os.stat_result]]:
+    def _files(self) -> list[tuple[int, int, str]]:
+        """Return time, bytes and path of each file. A start writes dozens of programs beside thousands."""
         found = []
-        for path in self._directory.iterdir():
-            with suppress(FileNotFoundError):
-                found.append((path, path.lstat()))
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, status.st_size, entry.path))
         return found
 
 
