@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -109,6 +110,7 @@ def names_of(types: dict[type, None]) -> list[str]:
     return sorted(f"{_path(kind.__module__)}.{kind.__qualname__}" for kind in types)
 
 
+@cache
 def _is_ours(kind: type) -> bool:
     return str(kind.__module__).startswith(PACKAGE)
 
