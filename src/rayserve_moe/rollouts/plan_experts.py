@@ -89,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.out and not options.out.parent.is_dir():
         raise ValueError(f"--out {options.out}: {options.out.parent} is not a directory")
+    if options.out and options.out.is_dir():
+        raise ValueError(f"--out {options.out}: Is a directory")
     trace = trace_of(load(options.shards, columns=COLUMNS), version=options.weight_version, max_rows=options.max_rows)
     today = _today(options, trace)
     batches, rates = numbers_in(options.batch, "--batch", least=1), rates_in(options.rates)
