@@ -6,13 +6,15 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rayserve_moe import Engine
 from rayserve_moe.execution.native_levels import Level, NativeKernelsUnavailable, choose_level
 from rayserve_moe.execution.native_library import SOURCES, find_compilers, register_native_kernels, requested_level
-from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS
+from rayserve_moe.kernels.cpu_native.layout import DEFINITIONS, pack
 from rayserve_moe.rollouts.alignment import decode_answer
 from tests.support.routing.router_reference import RouterReference
 
@@ -43,6 +45,11 @@ def build_program(
     always = ("-std=c++17", "-pthread", "-fwrapv", "-ffp-contract=off", "-w", *DEFINITIONS, f"-I{SOURCES}")
     subprocess.run([compiler, *always, *level.options, *options, str(source), "-o", str(program)], check=True)
     return program
+
+
+def laid_out(weights_KN: jax.Array) -> jax.Array:
+    """Return weights as `pack` lays them out, by numpy: jax would compile a program for each operation and shape."""
+    return jnp.asarray(pack(np.asarray(weights_KN)))
 
 
 class IdleReference(RouterReference):

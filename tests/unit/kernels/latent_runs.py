@@ -86,7 +86,7 @@ def run(
     pool = jnp.full((model.num_layers * NUM_PAGES, PAGE, 1, width), jnp.nan, pool_dtype or dtype)
     arrays, outputs, first = {name: jnp.asarray(array, dtype) for name, array in weights.items()}, [], 0
     layouts = KERNELS[kernels].parameters.layouts
-    arrays = {name: LAYOUTS[layouts.get(name, "")](array) for name, array in arrays.items()}
+    arrays = {name: jnp.asarray(LAYOUTS[layouts.get(name, "")](np.asarray(array))) for name, array in arrays.items()}
     for count in chunks:
         batch, places = batch_of(first, count)
         rows = np.zeros((len(batch.positions_T), model.hidden), np.float32)

@@ -99,7 +99,7 @@ def weights_of(kernels: str, name: str) -> dict[str, jax.Array]:
     for weight, of in parameter_specs(spec, dtype="bfloat16")[BLOCKS].items():
         array = jnp.asarray(generator.standard_normal(of.shape) * 0.3 + ("norm" in weight), of.dtype)
         dtype = array.dtype if of.dtype == "float32" else KERNELS_OF[kernels]
-        found[weight] = LAYOUTS[layouts.get(weight, "")](array.astype(dtype))
+        found[weight] = jnp.asarray(LAYOUTS[layouts.get(weight, "")](np.asarray(array.astype(dtype))))
     return found
 
 

@@ -26,7 +26,7 @@ from rayserve_moe.kernels.reference.layers import NO_ID, gumbel_noise, masses_of
 from rayserve_moe.model.layers.paged import rope_frequencies
 from rayserve_moe.model.spec import RopeSpec
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
-from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.kernels.native_kernels import laid_out, need_native_kernels
 from tests.support.session.hypothesis_examples import examples
 
 TOKENS = st.integers(1, 40)
@@ -55,7 +55,7 @@ def wide(array: jax.Array) -> np.ndarray:
 def test_a_product_is_the_product(num_tokens, half_depth, width, number):
     generator = np.random.default_rng(number)
     left, right = draw(generator, num_tokens, 2 * half_depth), draw(generator, 2 * half_depth, width)
-    found = np.asarray(calls.product(left, pack(right)))
+    found = np.asarray(calls.product(left, laid_out(right)))
     # Products of bfloat16 are exact in float32; a chain of K sums rounds by no more than K half steps of its bound.
     bound = 2 * half_depth * 2.0**-23 * (np.abs(wide(left)) @ np.abs(wide(right)))
     assert (np.abs(found - wide(left) @ wide(right)) <= bound).all()
@@ -65,7 +65,7 @@ def test_a_product_is_the_product(num_tokens, half_depth, width, number):
 @examples(20)
 def test_a_row_of_a_product_is_its_own(num_tokens, depth, number):
     generator = np.random.default_rng(number)
-    left, right = draw(generator, num_tokens, depth), pack(draw(generator, depth, 64))
+    left, right = draw(generator, num_tokens, depth), laid_out(draw(generator, depth, 64))
     together = np.asarray(calls.product(left, right))
     row = int(generator.integers(num_tokens))
     np.testing.assert_array_equal(together[row], np.asarray(calls.product(left[row : row + 1], right))[0])
@@ -224,7 +224,7 @@ def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
     picked = multiply_in_blocks(hidden, slots, LayerExperts(weights, num_slots, config))
     here = np.asarray(slots) < num_slots
     expected = np.einsum("TK,TKD->TD", np.where(here, gates, 0), np.where(here[..., None], wide(picked), 0))
-    packed = LayerExperts(ExpertWeights(*map(pack, weights[:3])), num_slots, config)
+    packed = LayerExperts(ExpertWeights(*map(laid_out, weights[:3])), num_slots, config)
     found = calls.expert_sums(hidden, slots, gates, packed)
     # Both round 96 inner numbers and the result to 8 bits, by chance to different sides: a few steps of the largest.
     np.testing.assert_allclose(found, expected, atol=2**-6 * max(1.0, np.abs(expected).max()))
@@ -237,7 +237,7 @@ def test_expert_sums_are_those_of_the_blocks(num_tokens, sizes, number):
 def test_the_sum_of_a_token_is_its_own():
     generator = np.random.default_rng(3)
     hidden, slots, gates, weights = expert_case(generator, 37, 4, 9)
-    packed = LayerExperts(ExpertWeights(*map(pack, weights[:3])), 9, ProductConfig(9, 1.0))
+    packed = LayerExperts(ExpertWeights(*map(laid_out, weights[:3])), 9, ProductConfig(9, 1.0))
 
     def sums(places: np.ndarray, hidden: jax.Array = hidden) -> np.ndarray:
         return np.asarray(calls.expert_sums(hidden[places], slots[places], gates[places], packed))
@@ -253,7 +253,7 @@ def test_the_sum_of_a_token_is_its_own():
 def test_assignments_of_other_devices_add_nothing():
     hidden, slots, gates, weights = expert_case(np.random.default_rng(4), 5, 2, 3)
     elsewhere = jnp.full_like(slots, 3)
-    packed = LayerExperts(ExpertWeights(*map(pack, weights[:3])), 0, ProductConfig(3, 1.0))
+    packed = LayerExperts(ExpertWeights(*map(laid_out, weights[:3])), 0, ProductConfig(3, 1.0))
     assert not np.asarray(calls.expert_sums(hidden, elsewhere, gates, packed)).any()
 
 
@@ -359,7 +359,7 @@ def test_no_item_is_lost_or_done_twice_when_calls_follow_each_other():
     """Calls of few and of many items in turn, with more threads that compute than there are cores."""
     generator = np.random.default_rng(6)
     left = draw(generator, 1, 2)
-    rights = [pack(draw(generator, 2, size)) for size in (64, 4096, 96, 1024)]
+    rights = [laid_out(draw(generator, 2, size)) for size in (64, 4096, 96, 1024)]
     multiply = jax.jit(calls.product)
     expected = [np.asarray(multiply(left, right)) for right in rights]
 

@@ -15,7 +15,6 @@ import pytest
 
 from rayserve_moe.kernels.adapters import AdapterPair, ExpertAdapters, RowAdapters, add_carried, carry_ranks
 from rayserve_moe.kernels.cpu_native import calls
-from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.reference.activations import Activation
 from rayserve_moe.kernels.reference.expert_products import (
@@ -27,7 +26,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     sum_results,
 )
 from tests.support.experts.quantized_experts import random_experts
-from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.kernels.native_kernels import laid_out, need_native_kernels
 
 in_blocks = jax.jit(multiply_in_blocks)
 TOKENS, TOP_K, WIDTH, INNER, SLOTS, RESIDENT, RANK = 13, 2, 40, 64, 4, 3, 8
@@ -79,7 +78,7 @@ def experts_of(kernel: Kernel, weights: list[np.ndarray]) -> LayerExperts:
     """Return the experts of the second layer."""
     arrays = [jnp.asarray(each, kernel.dtype) for each in (*weights, *BIASES)]
     if kernel.is_packed:
-        arrays[:3] = map(pack, arrays[:3])
+        arrays[:3] = map(laid_out, arrays[:3])
     return LayerExperts(ExpertWeights(*arrays), jnp.int32(SLOTS), CONFIG)
 
 
@@ -205,8 +204,8 @@ def test_native_experts_of_8_bits_take_adapters(dtype: str):
     pairs = (AdapterPair(*(jnp.asarray(each, jnp.bfloat16) for each in pair)) for pair in PAIRS)
     adapters = RowAdapters(ExpertAdapters(*pairs), jnp.asarray(ADAPTER_T, jnp.int32))
     narrow, plain = random_experts(2 * SLOTS, WIDTH, INNER, seed=1, powers_of_two=True, dtype=dtype)
-    packed = ExpertWeights(*map(pack, narrow[:3]), *narrow[3:])
-    wide = ExpertWeights(*(pack(array.astype(jnp.bfloat16)) for array in plain[:3]))
+    packed = ExpertWeights(*map(laid_out, narrow[:3]), *narrow[3:])
+    wide = ExpertWeights(*(laid_out(array.astype(jnp.bfloat16)) for array in plain[:3]))
     hidden, slots = jnp.asarray(HIDDEN, jnp.bfloat16), jnp.asarray(SLOTS_TK)
     found, expected, base = (
         np.asarray(calls.expert_results(hidden, slots, LayerExperts(weights, jnp.int32(SLOTS), CONFIG, of_rows)))

@@ -9,12 +9,11 @@ import pytest
 
 from rayserve_moe.kernels.adapters import AdapterPair, LayerAdapters, TokenAdapters
 from rayserve_moe.kernels.cpu_native import calls
-from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.reference import layers
 from rayserve_moe.kernels.table import CPU
 from rayserve_moe.model.layers.attention import MIXER as GROUPED
 from rayserve_moe.model.layers.latent import MIXER as LATENT
-from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.kernels.native_kernels import laid_out, need_native_kernels
 from tests.unit.kernels.latent_cases import LatentModel
 from tests.unit.kernels.latent_runs import CUTS, LAYER, SLOT, THETA, drawn, run
 from tests.unit.kernels.test_native_attention import (
@@ -127,7 +126,7 @@ def test_a_gated_mlp_with_adapters_is_the_pure_one():
 
     def natively_made(slots: list[int] | None, rows: jax.Array = hidden) -> np.ndarray:
         adapters = None if slots is None else adapters_of(pairs, slots)
-        packed = tuple(map(pack, weights))
+        packed = tuple(map(laid_out, weights))
         return np.asarray(calls.gated_mlp(rows, packed, layer=jnp.int32(LAYER), names=names, adapters=adapters))
 
     expected = layers.gated_mlp(

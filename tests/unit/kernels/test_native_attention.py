@@ -15,7 +15,6 @@ from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF
-from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE
@@ -26,7 +25,7 @@ from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.model.spec import ModelSpec
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.parallel.sharding import TENSOR
-from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.kernels.native_kernels import laid_out, need_native_kernels
 from tests.support.models.attention_specs import attention_of, with_attention
 
 PAGE, BLOCK, NUM_LAYERS, LAYER = 16, 8, 2, 1
@@ -104,7 +103,7 @@ def run(
 
 
 def natively(spec: ModelSpec, batch: TokenBatch, hidden: jax.Array, *, adapters: LayerAdapters | None = None):
-    packed = {name: pack(array) if LAYOUT_OF.get(name) else array for name, array in drawn_weights(spec).items()}
+    packed = {name: laid_out(array) if LAYOUT_OF.get(name) else array for name, array in drawn_weights(spec).items()}
     return run(CPU_NATIVE, spec, batch, hidden, packed, adapters=adapters)
 
 
@@ -207,7 +206,7 @@ def test_a_norm_over_the_heads_of_two_devices_is_that_of_one():
     hidden, heads, alike = drawn_hidden(len(batch.positions_T), spec.hidden_size), P(None, None, TENSOR), P()
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        packed = {name: pack(array) if LAYOUT_OF.get(name) else array for name, array in weights.items()}
+        packed = {name: laid_out(array) if LAYOUT_OF.get(name) else array for name, array in weights.items()}
         own = attention_of(spec)
         rotation = rotation_of(batch.positions_T, rope_frequencies(own.rope, own.rotary_width))
         inputs = AttentionInputs(packed, batch, rotation, jnp.int32(LAYER))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rayserve_moe.kernels.cpu_native import calls
-from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.narrow_weights import NARROW
 from rayserve_moe.kernels.reference import layers
 from rayserve_moe.kernels.reference.activations import ACTIVATIONS, SILU, Activation, activate
@@ -19,7 +18,7 @@ from rayserve_moe.kernels.reference.expert_products import (
     multiply_in_blocks,
 )
 from tests.support.experts.quantized_experts import random_experts
-from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.kernels.native_kernels import laid_out, need_native_kernels
 
 in_blocks, natively = jax.jit(multiply_in_blocks), jax.jit(calls.expert_results)
 """One program each, not one for every operation."""
@@ -55,7 +54,7 @@ def weights_of(generator: np.random.Generator, *, has_biases: bool, activation: 
 
 
 def packed(weights: ExpertWeights) -> ExpertWeights:
-    matrices = (matrix if matrix is None else pack(matrix) for matrix in weights[:3])
+    matrices = (matrix if matrix is None else laid_out(matrix) for matrix in weights[:3])
     return ExpertWeights(*matrices, *weights[3:])
 
 
@@ -181,7 +180,7 @@ def test_experts_in_8_bits_have_the_bits_of_the_numbers_that_they_stand_for(dtyp
     generator = np.random.default_rng(num_tokens)
     form = {"powers_of_two": not has_blocks, "dtype": dtype, "has_blocks": has_blocks}
     quantized, plain = random_experts(2 * SLOTS, 3 * WIDTH, INNER + 64, seed=7, **form)
-    plain = ExpertWeights(*(pack(array.astype(jnp.bfloat16)) for array in plain[:3]))
+    plain = ExpertWeights(*(laid_out(array.astype(jnp.bfloat16)) for array in plain[:3]))
     hidden = draw(generator, num_tokens, 3 * WIDTH)
     slots = jnp.asarray(generator.integers(0, SLOTS, (num_tokens, TOP_K)), jnp.int32)
     biases = [draw(generator, 2 * SLOTS, size) for size in (INNER + 64, INNER + 64, 3 * WIDTH)]

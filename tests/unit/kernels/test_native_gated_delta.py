@@ -16,7 +16,6 @@ from rayserve_moe.experts.config import ExpertConfig
 from rayserve_moe.kernels.attention_layer import TokenBatch
 from rayserve_moe.kernels.cpu_native import delta_call, mamba2_call
 from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF
-from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.delta_gates import GateRule
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, DeltaPools, Pieces, RowEntries
@@ -30,7 +29,7 @@ from rayserve_moe.model.layers.table import MIXERS
 from rayserve_moe.model.model_config import ModelConfig, StepInputs
 from rayserve_moe.model.spec import MixerSpec
 from rayserve_moe.parallel.mesh import plan_for
-from tests.support.kernels.native_kernels import need_native_kernels
+from tests.support.kernels.native_kernels import laid_out, need_native_kernels
 
 NUM_TOKENS, BLOCK, WIDTH = 220, 32, 48
 NUM_ENTRIES, NUM_ROWS, NUM_LAYERS, LAYER = 7, 3, 2, 1
@@ -105,7 +104,7 @@ def program_of(own: MixerSpec, kernels: Kernels, dtype: str, num_singles: int):
     specs = MIXERS[own.kind].parameters(own, config.spec, dtype=dtype, tensor_size=1)
     weights = {name: jnp.asarray(values, specs[name].dtype) for name, values in weights_of(own).items()}
     if kernels is CPU_NATIVE:
-        weights = {name: pack(each) if LAYOUT_OF.get(name) else each for name, each in weights.items()}
+        weights = {name: laid_out(each) if LAYOUT_OF.get(name) else each for name, each in weights.items()}
 
     @partial(jax.jit, donate_argnums=2)
     def run(weights, hidden_TD, pools, batch):

@@ -102,7 +102,7 @@ def weights_of(kernels: str) -> dict[str, jax.Array]:
     for name, array in {**MODEL.weights(), **drawn_anew}.items():
         dtype = jnp.float32 if name == "index_weights_LDA" else KERNELS_OF[kernels]
         narrow = jnp.asarray(jnp.asarray(array, jnp.bfloat16), dtype)
-        found[name] = LAYOUTS[layouts.get(name, "")](narrow)
+        found[name] = jnp.asarray(LAYOUTS[layouts.get(name, "")](np.asarray(narrow)))
     return found
 
 
