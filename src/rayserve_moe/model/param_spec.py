@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -88,12 +89,12 @@ class ParamSpec:
         """Return the numbers of layers and experts with separate tensors in files."""
         return tuple(size for size in (len(self.layers), 0 if self.file.has_all_experts else self.num_experts) if size)
 
-    @property
+    @cached_property
     def piece_shape(self) -> tuple[int, ...]:
         """Return the held shape per layer and expert."""
         return self.shape[self.num_stacked_dims :]
 
-    @property
+    @cached_property
     def file_shape(self) -> tuple[int, ...]:
         """Return the shape of a tensor in the checkpoint."""
         shape = [*self.filled_shape]
@@ -112,7 +113,7 @@ class ParamSpec:
         num_groups = self.filled_shape[self.column_dim] // (self.file.repeat_width * self.file.repeats)
         return self.file.num_columns or num_groups * (self.file.period or self.file.repeat_width)
 
-    @property
+    @cached_property
     def filled_shape(self) -> tuple[int, ...]:
         """Return `piece_shape` without padding."""
         axes, padding = self.axes[self.num_stacked_dims :], dict[str | None, int](self.padding)

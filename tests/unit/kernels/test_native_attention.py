@@ -15,6 +15,7 @@ from rayserve_moe.checkpoints.synthetic import PRESETS
 from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_layer import AttentionInputs, TokenBatch
 from rayserve_moe.kernels.cpu_native.calls import LAYOUT_OF
+from rayserve_moe.kernels.cpu_native.layout import pack
 from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.layers import rotation_of
 from rayserve_moe.kernels.table import CPU, CPU_NATIVE
@@ -206,7 +207,7 @@ def test_a_norm_over_the_heads_of_two_devices_is_that_of_one():
     hidden, heads, alike = drawn_hidden(len(batch.positions_T), spec.hidden_size), P(None, None, TENSOR), P()
 
     def layer(hidden: jax.Array, weights: dict[str, jax.Array], pool: jax.Array, batch: TokenBatch):
-        packed = {name: laid_out(array) if LAYOUT_OF.get(name) else array for name, array in weights.items()}
+        packed = {name: pack(array) if LAYOUT_OF.get(name) else array for name, array in weights.items()}
         own = attention_of(spec)
         rotation = rotation_of(batch.positions_T, rope_frequencies(own.rope, own.rotary_width))
         inputs = AttentionInputs(packed, batch, rotation, jnp.int32(LAYER))
