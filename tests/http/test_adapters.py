@@ -22,6 +22,7 @@ from tests.http.test_control import NUM_WANTED, PROMPT, native, running
 from tests.http.test_tensor_routes import samples, send
 from tests.http.test_weight_routes import CONTINUE, PAUSE, UPDATE
 from tests.support.checkpoints.adapters import make_adapter
+from tests.support.engine.step_gate import unhurried
 from tests.support.serving.http_client import GENERATE, ask, check_error
 from tests.support.serving.http_server import running as serving
 from tests.support.serving.local_fleet import local_fleet
@@ -60,7 +61,8 @@ def test_an_adapter_serves_as_a_merged_checkpoint_until_it_is_unloaded(http, eng
     ask(http, UPDATE, model_path=str(checkpoint), weight_version="0")
     num_compilations = engine.runner.num_compilations_since_start
     with running(http, engine, GENERATE, native(rid="early", return_logprob=True)) as early:
-        done = ask(http, LOAD, lora_name="a-v3", lora_path=str(adapter))
+        with unhurried(engine.loop, delay_s=0.2):  # the request outlasts the change
+            done = ask(http, LOAD, lora_name="a-v3", lora_path=str(adapter))
         meta = early.result()["meta_info"]
     assert done["success"] and done["loaded_adapters"] == {"a-v3": str(adapter)} and done["weight_version"] == "1"
     assert 0 < done["max_rounding"] < 1e-6
