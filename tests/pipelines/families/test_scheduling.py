@@ -148,12 +148,6 @@ def test_forced_routing_reproduces_a_run_and_other_experts_change_it(
         assert np.abs(ours.prompt.columns["logprobs"] - theirs.prompt.columns["logprobs"]).max() > 1e-3
 
 
-def num_groups_of_mixers(case: FamilyCase) -> int:
-    """Return the number of groups of Mamba-2 layers, which tensor parallelism divides; 0 for other models."""
-    default = 1 if case.family == "granitemoehybrid" else 0
-    return case.config.get("n_groups", case.config.get("mamba_n_groups", default))
-
-
 def with_tie_of(case: FamilyCase, expected: Outcomes, found: Outcomes) -> Outcomes:
     """Return the expected outcomes, with the near tie of this checkpoint as it was `found`.
 
@@ -182,7 +176,7 @@ def test_a_mesh_whose_experts_move_is_one_device(
     mesh: tuple[int, int],
 ):
     """Whatever a slot holds moves with its expert, and every token is counted once."""
-    if num_groups_of_mixers(case) % mesh[1]:
+    if case.num_groups_of_mixers % mesh[1]:
         with pytest.raises(SettingsError, match=r"^n_groups \d does not divide over"):
             runner_of(mesh)
         return

@@ -522,6 +522,12 @@ class FamilyCase:
         """True if an index chooses the tokens or blocks that a token sees."""
         return not {"index_topk", "index_topk_blocks"}.isdisjoint(self.config)
 
+    @property
+    def num_groups_of_mixers(self) -> int:
+        """Number of groups of Mamba-2 layers, which tensor parallelism divides; 0 for other models."""
+        default = 1 if self.family == "granitemoehybrid" else 0
+        return self.config.get("n_groups", self.config.get("mamba_n_groups", default))
+
 
 FAMILY_CASES = tuple(
     FamilyCase(family, variant, {**_SIZES, **config})
