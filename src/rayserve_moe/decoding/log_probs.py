@@ -3,7 +3,7 @@
 Devices exchange a few numbers per row; logits are never gathered.
 """
 
-# S rows   V vocabulary (local share)   P parts   J likeliest tokens   C candidates of all parts
+# S rows   R rows of a block   V vocabulary (local share)   P parts   J likeliest tokens   C candidates of all parts
 # L listed tokens
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.reference.layers import NO_ID, WordMasses, best_of, masses_of
+from rayserve_moe.kernels.row_blocks import in_blocks
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 
 Masses = Callable[[jax.Array, jax.Array, jax.Array], WordMasses]
 """`layers.masses_of`, or a kernel with the same interface."""
+ROWS_OF_ENTROPY = 8
+"""Rows of a block of entropies."""
 LOWEST_LOGPROB = -9999.0
 """Lower bound of reported log-probabilities, also reported for tokens that cannot be sampled."""
 
@@ -82,9 +85,16 @@ def log_probs_at(logprobs_SV: jax.Array, ids_SL: jax.Array, *, part: VocabularyP
 
 
 def entropy_of(logprobs_SV: jax.Array, *, part: VocabularyPart) -> jax.Array:
-    """Return the entropy of each row in nats, float32 [S]; ids of probability 0 contribute nothing."""
-    terms_SV = -jnp.exp(logprobs_SV) * logprobs_SV
-    return part.sum(jnp.sum(terms_SV, axis=-1, where=jnp.isfinite(logprobs_SV)))
+    """Return the entropy of each row in nats, float32 [S]; ids of probability 0 contribute nothing.
+
+    Rows are added up in blocks of a fixed size, so that an entropy has the same bits in steps of all sizes.
+    """
+
+    def compute(logprobs_RV: jax.Array) -> jax.Array:
+        terms_RV = -jnp.exp(logprobs_RV) * logprobs_RV
+        return jnp.sum(terms_RV, axis=-1, where=jnp.isfinite(logprobs_RV))
+
+    return part.sum(in_blocks(compute, logprobs_SV, size=ROWS_OF_ENTROPY))
 
 
 @jax.named_scope("log_probs")

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from rayserve_moe.config.load import settings_from
+from rayserve_moe.decoding.log_probs import entropy_of
 from rayserve_moe.execution import native_kernels
 from rayserve_moe.execution.served_model import ServedModel, runner_settings, served_model
 from rayserve_moe.kernels.reference import layers
@@ -18,6 +19,7 @@ from rayserve_moe.kernels.row_blocks import at_once, in_blocks
 from rayserve_moe.kernels.table import CPU, CPU_INVARIANT
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.tools.row_sums import RowSum, compared, differences, sums_of
 from tests.support.models.families import FAMILY_CASES, FamilyCase, config_of
 
@@ -61,6 +63,10 @@ def test_a_product_with_a_free_tile_is_found_and_one_in_blocks_is_not():
     assert found.operation == "reduce_sum" and found.line.startswith("kernels/reference/layers.py:")
     assert list(found.orders.values()) == [("rows 4",), ("rows 64",)]
     assert found_between(partial(in_blocks, lambda rows: layers.rms_norm(rows, matrix[:, 0], eps=1e-6))) == []
+
+
+def test_entropies_are_added_up_in_blocks():
+    assert found_between(partial(entropy_of, part=VocabularyPart(WIDTH, WIDTH))) == []
 
 
 def test_a_sum_that_only_some_steps_have_is_found():
