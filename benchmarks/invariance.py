@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -95,11 +95,10 @@ def _logprobs(entries: list[Any]) -> np.ndarray:
     return np.array([entry[0] for entry in entries], np.float32)
 
 
-def cost(size: str, *, repeats: int) -> dict[str, Any]:
-    """Run every workload by all kernels with the setting on and off, in turn."""
+def cost(known: dict[str, Any], size: str, *, repeats: int, save_now: Callable[[], None]) -> None:
+    """Run every workload by all kernels with the setting on and off, in turn; write the result file after each."""
     sides = [f"{kernels} {setting}" for kernels in SETTINGS_OF for setting in ("on", "off")]
     path, load = checkpoint_of(size), load_before_start()
-    runs: dict[str, dict[str, list[Any]]] = {name: {side: [] for side in sides} for name in WORKLOADS}
     with ExitStack() as stack:
         engines, facts = {}, {}
         for side in sides:
@@ -107,15 +106,24 @@ def cost(size: str, *, repeats: int) -> dict[str, Any]:
             engine = stack.enter_context(Engine(str(path), invariant_products=setting, **SETTINGS_OF[kernels]))
             facts[side] = conditions(engine, size=size, repeats=repeats, load_before=load)
             engines[side] = engine
-        for name, workload in WORKLOADS.items():
-            for repeat in range(-1, repeats):
-                for side in in_turn(sides, repeat + 1):
-                    prompts = prompts_of(name, repeat, vocab_size=engines[side].card.vocab_size)
-                    run, _ = run_engine(engines[side], workload, prompts=prompts, seed=repeat + 1)
-                    if repeat >= 0:
-                        runs[name][side].append(run)
-                note(f"{name} {repeat + 1}/{repeats}")
-    return {"facts": facts, "runs": runs}
+            note(f"{side} started")
+        known.update(facts=facts, runs={})
+        for name in WORKLOADS:
+            known["runs"][name] = _runs(name, engines, repeats=repeats)
+            save_now()
+
+
+def _runs(name: str, engines: Mapping[str, Engine], *, repeats: int) -> dict[str, list[Any]]:
+    """Return the runs of a workload by side, without the first of each side."""
+    runs: dict[str, list[Any]] = {side: [] for side in engines}
+    for repeat in range(-1, repeats):
+        for side in in_turn([*engines], repeat + 1):
+            prompts = prompts_of(name, repeat, vocab_size=engines[side].card.vocab_size)
+            run, _ = run_engine(engines[side], WORKLOADS[name], prompts=prompts, seed=repeat + 1)
+            if repeat >= 0:
+                runs[side].append(run)
+        note(f"{name} {repeat + 1}/{repeats}")
+    return runs
 
 
 def steps_of(name: str, model: str, topology: str) -> dict[str, EstimatedCase]:
@@ -164,7 +172,8 @@ def main() -> None:
     result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {KEY: {"equality": {}}}
     for part in parts:
         if part == "cost":
-            result[KEY]["cost"] = cost(arguments.size, repeats=arguments.repeats)
+            known = result[KEY].setdefault("cost", {})
+            cost(known, arguments.size, repeats=arguments.repeats, save_now=partial(save, result, out))
             continue
         if part == "tpus":
             on_tpus(result[KEY].setdefault("tpus", {}), save_now=partial(save, result, out))
