@@ -13,6 +13,7 @@ from rayserve_moe import Engine
 from rayserve_moe.execution import native_kernels
 from rayserve_moe.kernels.table import CPU, CPU_INVARIANT
 from rayserve_moe.requests.records import GenerationRequest
+from rayserve_moe.rollouts.guard import distance_of
 from tests.support.engine.engine_store import EngineStore
 from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, prepared_runner
 from tests.support.engine.outputs import Outcomes, assert_identical
@@ -122,7 +123,10 @@ def check_scores(invariant: Engine, *, way: Way | None = None) -> None:
     again = replace(request_for([*prompt, *outcome.ids], max_new_tokens=0), score_prompt_from=36)
     found = run_alone(invariant.runner, invariant.card, [again], way=way)["r", 0].prompt
     assert found is not None
-    np.testing.assert_array_equal(found.columns["logprobs"], np.array(outcome.logprobs, np.float32))
+    sampled, scored = np.array(outcome.logprobs, np.float32), found.columns["logprobs"]
+    np.testing.assert_array_equal(scored, sampled)
+    assert (np.exp(scored - sampled) == 1).all(), "the ratio of an on-policy step of GRPO is 1"
+    assert distance_of([sampled], [scored], max_kl=0).likely_cause is None
 
 
 @pytest.mark.slow

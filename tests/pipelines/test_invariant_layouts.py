@@ -1,0 +1,93 @@
+"""Layouts with the same bits with `invariant_products`, and layouts that have others.
+
+`docs/rl/invariance.md` has the table. A layout with other bits still gives the same ids and rows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rayserve_moe.execution.runner import HostRunner
+from rayserve_moe.requests.records import ModelCard
+from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, new_runner
+from tests.support.engine.outputs import Outcomes, assert_all_same, assert_identical
+from tests.support.engine.run_requests import run_alone, run_together
+from tests.support.engine.workload import mixed_workload
+from tests.support.experts.moe_layer import shuffled
+from tests.support.experts.placements import Spread
+
+pytestmark = pytest.mark.slow
+
+ON_ONE, ON_TWO, ON_FOUR = Spread(1, 1), Spread(2, 1, "all_to_all", 8), Spread(4, 1, "all_to_all", 8)
+"""Data ranks of one device each. Experts of several ranks may move."""
+TENSOR_RANKS = Spread(1, 2, "all_to_all", 8)
+Run = Callable[[Spread], HostRunner]
+
+
+@pytest.fixture(scope="module")
+def card(core_checkpoint: Path) -> ModelCard:
+    return card_of(core_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def runner_over(core_checkpoint: Path, is_native: bool) -> Run:
+    """Compile a runner over the devices of a layout, with its placement of experts."""
+
+    @cache
+    def prepared(spread: Spread) -> HostRunner:
+        runner = new_runner(
+            core_checkpoint,
+            mesh=(spread.data, spread.tensor),
+            expert_backend=spread.backend,
+            num_redundant_experts=spread.num_redundant,
+            enable_return_routed_experts=True,
+            invariant_products="on",
+            cpu_kernels="native" if is_native else "off",
+            **TWO_SHAPES,
+        )
+        if spread.shuffled:
+            runner.served = replace(runner.served, placement=shuffled(runner.placement, seed=spread.data))
+        runner.prepare(runner.load())
+        return runner
+
+    return prepared
+
+
+def together(runner: HostRunner, card: ModelCard) -> Outcomes:
+    return run_together(runner, card, mixed_workload(), way=WAY)
+
+
+@pytest.mark.parametrize("spread", [ON_TWO, ON_FOUR], ids=str)
+def test_steps_over_data_ranks_do_not_show_in_any_bit(runner_over: Run, card: ModelCard, spread: Spread):
+    """Requests are on other ranks, in other steps and beside others than alone."""
+    runner = runner_over(spread)
+    assert_identical(together(runner, card), run_alone(runner, card, mixed_workload(), way=WAY))
+
+
+@pytest.mark.parametrize("spread", [ON_TWO, ON_FOUR], ids=str)
+def test_a_placement_of_experts_that_may_move_does_not_show_in_any_bit(
+    runner_over: Run, card: ModelCard, spread: Spread
+):
+    moved = together(runner_over(replace(spread, shuffled=True)), card)
+    assert_identical(moved, together(runner_over(spread), card))
+
+
+def test_another_number_of_data_ranks_shows_in_log_probs(runner_over: Run, card: ModelCard):
+    """Devices share the vocabulary, so its sum has other parts."""
+    assert_shows_in_log_probs(together(runner_over(ON_TWO), card), together(runner_over(ON_ONE), card))
+
+
+@pytest.mark.float32("devices add up parts of sums")
+def test_tensor_ranks_show_in_log_probs(runner_over: Run, card: ModelCard):
+    assert_shows_in_log_probs(together(runner_over(TENSOR_RANKS), card), together(runner_over(ON_ONE), card))
+
+
+def assert_shows_in_log_probs(actual: Outcomes, expected: Outcomes) -> None:
+    """Assert that ids and rows are equal, and some log-probs are not equal to the last bit."""
+    assert_all_same(actual, expected)
+    assert any(outcome.logprobs != expected[key].logprobs for key, outcome in actual.items())
