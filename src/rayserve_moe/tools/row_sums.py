@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from rayserve_moe.execution.programs.compiled import lowered, optimized
-from rayserve_moe.execution.programs.specs import EVIDENCE, GATHER, PROBE, SAMPLE, Program, programs_of
+from rayserve_moe.execution.programs.specs import PROBE, Program, names_for, programs_of
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
@@ -35,8 +35,6 @@ KERNEL, CALLS = "pallas_call", {"pjit", "jit"}
 PRODUCT = "dot_general"
 PRODUCTS = {PRODUCT, "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 SUMS = {"reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum", "scatter-add"}
-PARTS = {PROBE, GATHER, SAMPLE, EVIDENCE}
-"""Programs with some of the sums of steps, by the first word of their names."""
 LANES = 128
 _WINDOW = re.compile(r'"input_window_bounds":\[[^\]]*"(\d+)"\]')
 """The last bound counts registers along the summed width."""
@@ -91,7 +89,7 @@ class Difference:
 def differences(served: ServedModel, *, names: Iterable[str] = ()) -> list[Difference]:
     """Return the source lines at which steps of a server, or the steps in `names`, could add up a row in two orders.
 
-    Steps for TPUs are traced and compiled, others are traced. The programs that score prompts and that draw deferred
+    Steps for TPUs are traced and compiled, others are traced. Their programs that score prompts and that draw deferred
     samples are compared with the steps where they share a line.
     """
     wanted, programs = set(names), programs_of(served, num_pages=NUM_PAGES)
@@ -100,7 +98,8 @@ def differences(served: ServedModel, *, names: Iterable[str] = ()) -> list[Diffe
         known = ", ".join(program.name for program in steps)
         raise ValueError(f"no step {min(unknown)}; known steps: {known}")
     chosen = [program for program in steps if not wanted or program.name in wanted]
-    parts = [program for program in programs if program.name.partition("_")[0] in PARTS]
+    named = {PROBE}.union(*(names_for(program.shape, served) for program in chosen if program.shape is not None))
+    parts = [program for program in programs if program.shape is None and program.name in named]
     found = {program.name: _sums_of_step(program, served) for program in [*chosen, *parts]}
     return compared(found, parts={program.name for program in parts})
 

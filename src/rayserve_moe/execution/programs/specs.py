@@ -46,7 +46,6 @@ from rayserve_moe.model.transformer import words_of
 from rayserve_moe.requests.fields import MAX_LISTED_IDS
 
 DRAFT, GATHER, PROBE = "draft", "gather", "probe"
-SAMPLE, EVIDENCE = "sample", "evidence"
 UPDATE, ADJUST, COPY, READ_COUNTS = "update_rows", "adjust_rows", "copy_pages", "read_counts"
 """Names of programs other than steps."""
 PUT_ADAPTER, PUT_LAYER = "put_adapter", "put_adapter_layer"
@@ -130,7 +129,7 @@ def step_name(shape: StepShape) -> str:
 
 def sampler_name(num_singles: int, has_evidence: bool) -> str:
     """Return the name of the program that draws deferred samples of a step with `num_singles` single tokens."""
-    return f"{EVIDENCE if has_evidence else SAMPLE}_{num_singles}"
+    return f"evidence_{num_singles}" if has_evidence else f"sample_{num_singles}"
 
 
 def gather_name(num_tokens: int) -> str:
