@@ -15,7 +15,7 @@ from tests.support.cluster.deployed_server import deployed
 from tests.support.cluster.ports import free_port
 from tests.support.engine.workload import draw_prompt
 from tests.support.kernels.native_kernels import need_native_kernels
-from tests.support.models.families import FAMILY_CASES, write_family
+from tests.support.models.families import FAMILY_CASES, FamilyCase, write_family
 from tests.support.serving.journal_server import KEY, OwnJournal
 
 PORT = free_port()
@@ -23,7 +23,11 @@ PROMPT_LENGTHS = (3, 40, 62, 63, 64, 65, 100, 127)
 """An answer of a hundred tokens passes a multiple of 64 once or twice."""
 KILLED_AT = 40
 """Tokens that a stream has told when its replica, or the other one, is killed."""
-pytestmark = pytest.mark.slow
+CASES = ("qwen3_5_moe_text-0", "kimi_linear-0", "bailing_hybrid-0", "nemotron_h-0", "granitemoehybrid-0")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FAMILY_CASES if case.name in CASES]),
+]
 
 
 @pytest.fixture
@@ -47,10 +51,11 @@ def asked(number: int, *, name: str) -> dict[str, Any]:
     }
 
 
-def test_requests_of_a_killed_replica_go_on_with_the_same_states(raylets: int, journal: OwnJournal, tmp_path: Path):
+def test_requests_of_a_killed_replica_go_on_with_the_same_states(
+    case: FamilyCase, raylets: int, journal: OwnJournal, tmp_path: Path
+):
     """By native kernels log-probs are equal to the bit."""
     need_native_kernels()
-    (case,) = [case for case in FAMILY_CASES if case.name == "qwen3_5_moe_text-0"]
     path = write_family(case, tmp_path / "model", seed=5, dtype="bfloat16")
     settings = {**SETTINGS, "dtype": "bfloat16", "cpu_kernels": "native", "num_replicas": 2, "cpus_per_host": 0.25}
     settings |= {"journal": "on", "journal_address": f"127.0.0.1:{journal.port}", "journal_key": KEY.decode()}
