@@ -4,10 +4,10 @@
 
 Emulated hosts on raylets of their own; the replica is in this process. In the first round the smaller group compiles
 its programs, later ones find them. A pause is the longest time without an update less `--after`, for which the group
-waits for the host. The hottest rank is that of the placement after the planner's next decision, by the counts of that
-time, over the least that any placement has. Moved are the slots of experts that a host loads whose node has not loaded
-them before, and those that travel for plans; what a node has loaded before, its hosts read again from its own disk or
-page cache. The least are the slots of the same placement that no host had which stayed, whichever rank it becomes.
+waits for the host. After the planner's next decision, the load of the hottest rank is divided by the lower bound of all
+placements. Moved bytes count experts that are new to the node of a host, and experts that plans move. A host reads
+other experts again from the disk or page cache of its node. Minimum bytes count the slots of the same placement that no
+remaining host had, whichever rank it becomes.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from rayserve_moe.serving.start.command import DEFAULTS
 
 NUM_HOSTS, NUM_TOKENS = 4, 40
 START_S = 3600.0
-"""Four workers compile side by side: a busy machine needs more than ten minutes."""
+"""Time limit of a start. Four workers compile side by side, which takes over ten minutes on a busy machine."""
 SETTLED_S = 1.0
-"""Age of a decision by which its plan is recorded."""
+"""Seconds between a decision and the check for its plan, which is recorded a moment later."""
 EPLB = {"enable_eplb": True, "eplb_interval": 256, "eplb_window": 512, "num_redundant_experts": 4}
 OF_RAY = ("RAY_health", "RAY_worker")
-"""Beginnings of the names of Ray's settings that a server sets, too: at Ray's own nice 15 hosts wait for all others."""
+"""Prefixes of Ray's settings that take a server's defaults. By Ray's own default other processes go first (nice 15)."""
 ask = partial(answers, num_tokens=NUM_TOKENS)
 
 
@@ -65,35 +65,35 @@ def until_hosts(
 
 
 class PlanWatch:
-    """The planner's decision after a change: what moves for it, and how near the hottest rank comes to the bound."""
+    """Waits for the planner's next decision; measures the experts that it moves, and the balance."""
 
     def __init__(self, engine: ReplicaEngine) -> None:
         self._loop, self._control = engine.loop, engine.loop.eplb_control
         self.begin()
 
     def begin(self) -> None:
-        """Wait for the next decision."""
+        """Forget earlier decisions."""
         self._since = time.time()
 
     @property
     def is_over(self) -> bool:
-        """Whether the planner has decided since, and no experts are moving; it may decide to move none."""
+        """Return True if the planner has decided since `begin`, perhaps against a plan, and no experts are moving."""
         age_s = self._control.view().actor.plan_age_s
         is_decided = age_s is not None and SETTLED_S <= age_s < time.time() - self._since
         return is_decided and all(plan.outcome != UNDER_WAY for plan in self._plans())
 
     @property
     def num_plans(self) -> int:
-        """Plans that were followed."""
+        """Return the number of plans since `begin`."""
         return len(self._plans())
 
     @property
     def moved_slots(self) -> int:
-        """Slots that they moved."""
+        """Return the number of slots that these plans moved."""
         return sum(plan.moved_slots for plan in self._plans())
 
     def over_bound(self) -> float:
-        """Return the load of the hottest rank over the least of any placement, mean over layers."""
+        """Return the load of the hottest rank over the lower bound of all placements, mean over layers."""
         tokens, placement = np.asarray(self._control.view().tokens), self._loop.eplb.migration.placement
         num_redundant = placement.num_slots - placement.num_experts
         bound = lower_bound(tokens, ep_size=placement.ep_size, num_redundant=num_redundant)
@@ -104,7 +104,7 @@ class PlanWatch:
 
 
 def balanced(engine: ReplicaEngine, watch: PlanWatch) -> list[list[Answer | str]]:
-    """Answer requests until the planner has decided and experts are where it wants them; returns all answers."""
+    """Answer requests until the planner has decided and its plan is finished; returns all answers."""
     found, deadline = [], time.monotonic() + 2 * LIMIT_S
     watch.begin()
     while not watch.is_over:
@@ -148,7 +148,7 @@ def nodes_of(engine: ReplicaEngine) -> list[str]:
 def moved(
     engine: ReplicaEngine, watch: PlanWatch, before: ExpertPlacement, *, stay: list[int], loaded: int, slot_bytes: int
 ) -> dict[str, int]:
-    """Return bytes of experts that moved until the planner had decided, and the least for where they lie now."""
+    """Return bytes of experts moved by a change and the plans after it, and the minimum for the current placement."""
     after = engine.loop.eplb.migration.placement
     slots = loaded + watch.moved_slots
     least = min_slots(before, after, stay=stay)

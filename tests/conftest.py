@@ -169,7 +169,7 @@ def _part_group(item: pytest.Item) -> tuple[str, str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Look for no garbage while tests are imported: what is made stays."""
+    """Disable garbage collection while tests are imported: few imported objects are freed."""
     gc.disable()
     yield
     gc.enable()

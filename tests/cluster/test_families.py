@@ -52,7 +52,7 @@ def over(transport: StepTransport, started: StartReport) -> OverTransport:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_hosts_answer_as_one_process_for_a_family(case: FamilyCase, raylets: int, tmp_path: Path) -> None:
-    """Tensor parallelism is over both hosts, or within one if groups of Mamba-2 layers do not divide over four."""
+    """Use four tensor ranks over both hosts, or two within each if four do not divide the groups of Mamba-2 layers."""
     num_ranks = 2 if case.num_groups_of_mixers % 4 else 1
     path = write_family(case, tmp_path / case.name, seed=0)
     tolerance = RECURRENT_TOLERANCE if case.name in HYBRID else LOGPROB_TOLERANCE

@@ -1,4 +1,4 @@
-"""With `invariant_products` hosts and replicas do not show in any bit."""
+"""Results have the same bits on any host and replica with `invariant_products`."""
 
 from __future__ import annotations
 

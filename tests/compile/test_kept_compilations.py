@@ -1,4 +1,4 @@
-"""A program for a TPU is compiled once for all runs, and anew once anything is different that its compiler sees."""
+"""A program for a TPU is read from disk unless its code, chip, options or compiler have changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def compiled(*others: dict[str, Any]) -> list[Any]:
-    """Return programs that one line makes: lines of callers are part of a program, too."""
+    """Compile programs from one source line, because the lines of callers are part of a program."""
     return [_compiled(**values) for values in ({}, *others)]
 
 

@@ -1,6 +1,6 @@
-"""Layouts with the same bits with `invariant_products`, and layouts that have others.
+"""Tests which layouts keep the bits of results with `invariant_products`.
 
-`docs/rl/invariance.md` has the table. A layout with other bits still gives the same ids and rows here.
+`docs/rl/invariance.md` has the table. Other layouts still give the same ids and rows here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 
 from rayserve_moe.execution.runner import HostRunner
 from rayserve_moe.requests.records import ModelCard
-from tests.support.engine.host_runners import TWO_SHAPES, WAY, card_of, new_runner
+from tests.pipelines.test_spread import spread_over
+from tests.support.engine.host_runners import WAY, card_of
 from tests.support.engine.outputs import Outcomes, assert_all_same, assert_identical
 from tests.support.engine.run_requests import run_alone, run_together
 from tests.support.engine.workload import mixed_workload
-from tests.support.experts.moe_layer import shuffled
 from tests.support.experts.placements import Spread
 
 pytestmark = pytest.mark.slow
@@ -38,22 +38,11 @@ def card(core_checkpoint: Path) -> ModelCard:
 def runner_over(core_checkpoint: Path, is_native: bool) -> Run:
     """Compile a runner over the devices of a layout, with its placement of experts."""
 
+    kernels = "native" if is_native else "off"
+
     @cache
     def prepared(spread: Spread) -> HostRunner:
-        runner = new_runner(
-            core_checkpoint,
-            mesh=(spread.data, spread.tensor),
-            expert_backend=spread.backend,
-            num_redundant_experts=spread.num_redundant,
-            enable_return_routed_experts=True,
-            invariant_products="on",
-            cpu_kernels="native" if is_native else "off",
-            **TWO_SHAPES,
-        )
-        if spread.shuffled:
-            runner.served = replace(runner.served, placement=shuffled(runner.placement, seed=spread.data))
-        runner.prepare(runner.load())
-        return runner
+        return spread_over(core_checkpoint, spread, invariant_products="on", cpu_kernels=kernels)
 
     return prepared
 
@@ -64,7 +53,7 @@ def together(runner: HostRunner, card: ModelCard) -> Outcomes:
 
 @pytest.mark.parametrize("spread", [ON_TWO, ON_FOUR], ids=str)
 def test_steps_over_data_ranks_do_not_show_in_any_bit(runner_over: Run, card: ModelCard, spread: Spread):
-    """Requests are on other ranks, in other steps and beside others than alone."""
+    """Compare requests alone with requests in a batch, where their ranks, steps and neighbours differ."""
     runner = runner_over(spread)
     assert_identical(together(runner, card), run_alone(runner, card, mixed_workload(), way=WAY))
 
@@ -78,7 +67,7 @@ def test_a_placement_of_experts_that_may_move_does_not_show_in_any_bit(
 
 
 def test_another_number_of_data_ranks_shows_in_log_probs(runner_over: Run, card: ModelCard):
-    """Devices share the vocabulary, so its sum has other parts."""
+    """Each device adds up its shard of the vocabulary, so the parts of the sum differ."""
     assert_shows_in_log_probs(together(runner_over(ON_TWO), card), together(runner_over(ON_ONE), card))
 
 

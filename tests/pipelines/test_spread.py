@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,8 +46,8 @@ class Spreads:
         return run_together(self.runner(spread), self.card, requests, way=WAY)
 
 
-def spread_over(path: Path, spread: Spread) -> HostRunner:
-    """Return a runner over the devices of a spread, with its placement of experts."""
+def spread_over(path: Path, spread: Spread, **settings: Any) -> HostRunner:
+    """Return a runner over the devices of a spread, with its placement of experts and further settings."""
     made = new_runner(
         path,
         mesh=(spread.data, spread.tensor),
@@ -54,6 +55,7 @@ def spread_over(path: Path, spread: Spread) -> HostRunner:
         num_redundant_experts=spread.num_redundant,
         enable_return_routed_experts=True,
         **TWO_SHAPES,
+        **settings,
     )
     if spread.shuffled:
         made.served = replace(made.served, placement=shuffled(made.placement, seed=spread.data))

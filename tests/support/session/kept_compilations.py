@@ -1,8 +1,7 @@
-"""Compiled programs for TPUs and GPUs as tests read them, kept on disk for the next run of the same compiler.
+"""Disk cache for the text and memory sizes of programs that tests compile for TPUs and GPUs.
 
-Jax's own cache writes them, and cannot read them on a host without the device: every run compiled all of them anew. A
-program is found by its code with its source lines, its topology, and the compiler with its options, and has the text
-and the memory that this compiler gave it.
+Jax's own cache writes these programs, but cannot read them on a host without the device. The key of a program is a hash
+of its code with source lines, its topology, and the compiler with its options.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from rayserve_moe.config.load import compiler_environment
 
 ROOT = str(Path(__file__).parents[3]).encode()
 LEVEL = 1
-"""Of compression: texts are read as often as they are written."""
+"""Compression level of gzip. Level 1 is the fastest."""
 
 
 @dataclass(frozen=True)
 class ReadProgram:
-    """What is read of a compiled program: it cannot be run here."""
+    """Text and memory sizes of a compiled program, which cannot run on this host."""
 
     text: str
     memory: dict[str, int]
-    """Sizes in bytes."""
+    """Sizes in bytes, by their names in jax's `memory_analysis`."""
 
     def as_text(self) -> str:
         return self.text
@@ -47,13 +46,13 @@ class ReadProgram:
 
 
 class KeptCompilations:
-    """Keeps in `folder` what programs for other devices were compiled to, while started."""
+    """Caches programs for devices that this host does not have, in `folder`, while started."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._patch = folder, pytest.MonkeyPatch()
 
     def start(self) -> None:
-        """Begin to look programs up before they are compiled."""
+        """Look programs up in the folder before they are compiled."""
         self._folder.mkdir(parents=True, exist_ok=True)
         compile_anew, key_of_jax = jax.stages.Lowered.compile, compiler._get_cache_key
 
@@ -81,12 +80,12 @@ class KeptCompilations:
 
 
 def _is_for_others(backend: Any) -> bool:
-    """Return True if a compiler without devices makes the program."""
+    """Return True if the backend only compiles and has no devices."""
     return isinstance(backend, _jax.CompileOnlyPyClient)
 
 
 def _key_of(lowered: jax.stages.Lowered, options: dict[str, Any]) -> str:
-    """Return a hash of all that decides what a compiler makes of a program."""
+    """Return a hash of the code, the devices, the options and the compiler."""
     lowering = lowered._lowering
     backend = lowering.compile_args["backend"]
     surroundings = (

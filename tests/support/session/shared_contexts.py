@@ -1,6 +1,7 @@
-"""MLIR contexts of a test process, which jax makes anew for every program: 5 ms each, half of a small program.
+"""Shared MLIR contexts for the programs that a test process lowers.
 
-A context keeps the constants of all programs that were lowered in it, so a thread changes its context now and then.
+Jax makes a context for every program: 5 ms, half of the time of a small program. A context keeps the constants of all
+its programs, so a thread takes a new one after `MAX_PROGRAMS`.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
 MAX_PROGRAMS = 64
-"""Programs lowered in one context."""
+"""Maximum number of programs lowered in one context."""
 
 
 class _Latest(threading.local):
-    """Context of a thread, and the number of programs that it still takes."""
+    """Current context of a thread, and the number of further programs that it takes."""
 
     context: ir.Context | None = None
     num_left = 0
 
 
 class SharedContexts:
-    """Lowers the programs of a thread in one context after the other while started."""
+    """Shares one context among consecutive programs of a thread, while started."""
 
     def __init__(self) -> None:
         self._patch, self._latest = pytest.MonkeyPatch(), _Latest()
 
     def start(self) -> None:
-        """Begin to share contexts."""
+        """Share contexts."""
         begin = mlir.ModuleContext.__init__
 
         def begin_in_shared(made: mlir.ModuleContext, /, *, context: ir.Context | None = None, **fields: Any) -> None:

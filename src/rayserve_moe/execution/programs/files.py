@@ -19,14 +19,13 @@ log = logging.getLogger(__name__)
 DIGEST_BYTES = 32
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 CHECKS = 256
-"""Number of times that the size of a directory is checked while `max_bytes` are written. It may hold thousands of
-files."""
+"""Number of checks of the directory's size per `max_bytes` written. A check reads the size of every file."""
 
 
 class ProgramFiles:
     """Payloads by key in a directory; beyond `max_bytes` the least recently used are deleted.
 
-    Any number of processes may read and write at once. Each may exceed the bound by a part of it (`CHECKS`).
+    Any number of processes may read and write at once. Each may exceed the bound by `max_bytes / CHECKS`.
 
     Raises: OSError if the directory cannot be made, PermissionError if others can write to it.
     """
@@ -89,7 +88,7 @@ class ProgramFiles:
                 return
 
     def _files(self) -> list[tuple[int, int, str]]:
-        """Return time, bytes and path of each file. A start writes dozens of programs beside thousands."""
+        """Return the modification time in ns, the bytes and the path of each file."""
         found = []
         with os.scandir(self._directory) as entries:
             for entry in entries:
