@@ -118,7 +118,7 @@ class PagedStep(NamedTuple):
 
 class PagedKernels(NamedTuple):
     """The attention of single tokens and of prefill blocks; optionally an attention of single tokens that also writes
-    their rows, and returns zeros for padding."""
+    their rows, and returns zeros for padding unless tokens share sequences."""
 
     decode: PagedAttention
     prefill: PagedAttention
@@ -218,8 +218,14 @@ def attend_layer(  # noqa: PLR0913 (kernels, by keyword)
         attended_THh, kv_pages = attend_by_window(attend, layer, config)
     with jax.named_scope("output_product"):
         multiply_out = partial(output_product, weights=of_layer, function=config.output_gate, adapters=adapters)
-        out_TD = by_rows(multiply_out, (inputs_T, attended_THh))
-        return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
+        return defined(by_rows(multiply_out, (inputs_T, attended_THh)), step, singles), kv_pages
+
+
+def defined(out_TD: jax.Array, step: PagedStep, singles: DescribedSingles | None) -> jax.Array:
+    """Return a layer's outputs with zeros for padding whose attention is undefined (`attend_blocks`)."""
+    if singles is None or (step.num_late and step.batch.together is None):
+        return out_TD
+    return jnp.where(singles.valid_T1, out_TD, 0.0)
 
 
 def output_product(

@@ -28,6 +28,7 @@ from rayserve_moe.kernels.attention_layer import (
     ProjectedRows,
     WritingAttention,
     attend_blocks,
+    defined,
     output_product,
     write_early,
 )
@@ -110,7 +111,7 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
             return output_product(values, weights=of_layer, function=config.output_gate, adapters=adapters)
 
         out_TD = by_rows(multiply_out, (inputs_T, attended_TAC.astype(normed_TD.dtype)))
-        return out_TD if singles is None or step.num_late else jnp.where(singles.valid_T1, out_TD, 0.0), kv_pages
+        return defined(out_TD, step, singles), kv_pages
 
 
 def attend_by_choice(

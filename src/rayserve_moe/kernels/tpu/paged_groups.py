@@ -34,7 +34,7 @@ from rayserve_moe.kernels.tpu.paged_sizes import (
     shape_for,
 )
 from rayserve_moe.kernels.tpu.paged_stream import Scalars
-from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, sink_rows, tile_scratch
+from rayserve_moe.kernels.tpu.paged_tiles import attend_tile, first_given, sink_rows, tile_scratch
 from rayserve_moe.kernels.tpu.paged_writes import max_pieces, spaced_rows
 
 NEVER = np.iinfo(np.int32).max
@@ -50,7 +50,10 @@ def attend_groups(  # noqa: PLR0913 (arrays, by keyword)
     num_cores: int,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend as `paged_attention.attend_new`, single tokens in the groups that are described for each call."""
+    """Attend as `paged_attention.attend_new`, single tokens in the groups that are described for each call.
+
+    The result of padding is undefined: selecting what is defined would read and write all of it once more.
+    """
     assert places.together is not None and places.described is not None, "groups are described ahead of all layers"
     layout = layout_for(kv_pages, queries_UHh.shape[2], knobs)
     queries_UCRK = spread_queries(queries_UHh[:, None], layout)[:, :, 0].astype(product_dtype(kv_pages, queries_UHh))
@@ -60,12 +63,14 @@ def attend_groups(  # noqa: PLR0913 (arrays, by keyword)
     shape = replace(shape, has_new_rows=True, is_grouped=True, num_cores=num_cores)
     rows_RX = spaced_rows(rows_to_write(new.rows_BX, kv_pages))
     call = partial(_call, sinks=sink_rows(knobs.sinks_H, shape), shape=shape, interpret=interpret)
-    attended_UCRV: jax.Array | float = 0.0
+    attended_UCRV = None
     for visits, part in zip(places.described, parts_of(len(queries_UHh), shape.table_width), strict=True):
         of_part = places._replace(page_table_BP=places.page_table_BP[part], described=visits)
         own_UCRV, kv_pages = call(queries_UCRK, kv_pages, of_part, NewRows(rows_RX, new.first_page))
-        attended_UCRV = jnp.where(visits.is_own_U[:, None, None, None], own_UCRV, attended_UCRV)
-    attended_UCQRV = jnp.asarray(attended_UCRV)[:, :, None, :query_rows]
+        is_own_U111 = visits.is_own_U[:, None, None, None]
+        attended_UCRV = own_UCRV if attended_UCRV is None else jnp.where(is_own_U111, own_UCRV, attended_UCRV)
+    assert attended_UCRV is not None, "a step has single tokens"
+    attended_UCQRV = attended_UCRV[:, :, None, :query_rows]
     attended_UQHv = gather_heads(attended_UCQRV, layout, width=layout.value_dim)
     return attended_UQHv[:, 0].astype(queries_UHh.dtype), kv_pages
 
@@ -92,10 +97,8 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
     begin = places.page_table_BP, visits.first_G, visits.end_G, visits.filled_X
     flat = (*begin, places.positions_BQ, visits.tables_G, visits.starts_G, visits.counts_G)
     scalars = [jnp.asarray(new.first_page, jnp.int32), *(of.reshape(-1) for of in flat)]
-    # What a group of the last token reads lies beyond it.
-    given_UCRK = jnp.pad(queries_UCRK, ((0, shape.num_queries), (0, 0), (0, 0), (0, 0)))
     given, (core, hbm) = (
-        [given_UCRK, *sinks, new.rows_BX],
+        [queries_UCRK, *sinks, new.rows_BX],
         (pl.BlockSpec(memory_space=at) for at in (pltpu.VMEM, pltpu.HBM)),
     )
     out = jax.ShapeDtypeStruct((num_tokens, num_sets, num_rows, shape.layout.value_lanes), queries_UCRK.dtype)
@@ -107,7 +110,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(shape.num_cores, num_visits),
-            in_specs=[_tokens(given_UCRK, shape), *(core for _ in sinks), core, hbm],
+            in_specs=[_tokens(queries_UCRK, shape), *(core for _ in sinks), core, hbm],
             out_specs=[hbm, hbm],
             scratch_shapes=[*tile_scratch(kv_pages, shape), *_scratch(queries_UCRK, kv_pages, shape)],
         ),
@@ -123,13 +126,15 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
 
 
 def _tokens(queries_UCRK: jax.Array, shape: TileShape) -> pl.BlockSpec:
-    """Return the block spec of the most queries that a group may have, from its first on."""
+    """Return the block spec of the most queries that a group may have, from its first on or a few ahead of it."""
+    num_tokens, *sizes = queries_UCRK.shape
+    num_given = min(shape.num_queries, num_tokens)
 
     def of_visit(core: jax.Array, step: jax.Array, *scalars: Any) -> tuple[jax.Array | int, ...]:
-        return Scalars(*scalars).starts[core * pl.num_programs(1) + step], 0, 0, 0
+        start = Scalars(*scalars).starts[core * pl.num_programs(1) + step]
+        return first_given(start, num_tokens, num_given), 0, 0, 0
 
-    sizes = (shape.num_queries, *queries_UCRK.shape[1:])
-    return pl.BlockSpec(tuple(pl.Element(size) for size in sizes), of_visit)
+    return pl.BlockSpec(tuple(pl.Element(size) for size in (num_given, *sizes)), of_visit)
 
 
 def _scratch(queries_UCRK: jax.Array, kv_pages: jax.Array, shape: TileShape) -> list[Any]:

@@ -101,7 +101,7 @@ def attend_tile(*refs: Any, shape: TileShape) -> None:
     @pl.when(num_blocks > 0)
     def _() -> None:
         if tokens:
-            tokens.lay_out()
+            tokens.lay_out(stream.scalars.starts[tile.visit])
         if choice:
             choice.mark(tile.visit)
         _place_rows(tile, stream.scalars)
@@ -307,12 +307,17 @@ def _wide(same_ML: jax.Array, width: int) -> jax.Array:
     return jnp.tile(same_ML, (1, width // lanes))
 
 
+def first_given(start: jax.Array, num_tokens: int, num_given: int) -> jax.Array:
+    """Return the first of the `num_given` tokens that a group from token `start` on is given; all are real tokens."""
+    return jnp.minimum(start, num_tokens - num_given)
+
+
 @dataclass(frozen=True)
 class GroupTokens:
     """References of a group's tokens: their queries, and the way of their results to HBM."""
 
     given: Any
-    """Queries [Q, C, R, K] of a group and of tokens behind it."""
+    """Queries [Q, C, R, K] of a group and of tokens behind it, or ahead of it if fewer are behind."""
     tile: Any
     """The tile [1, C, T, K] of these queries."""
     out: Any
@@ -329,13 +334,18 @@ class GroupTokens:
         self.num_used[0] = 0
         self.tile[...] = jnp.zeros_like(self.tile)
 
-    def lay_out(self) -> None:
-        """Put the rows of all queries below each other into the tile."""
-        num_queries, num_sets, num_rows, _ = self.given.shape
+    def lay_out(self, start: jax.Array) -> None:
+        """Put the rows of the queries from token `start` on below each other into the tile.
+
+        What stands there for tokens beyond the group does not matter.
+        """
+        num_given, num_sets, num_rows, _ = self.given.shape
+        num_queries, num_ahead = self.staged.shape[0], start - first_given(start, self.out.shape[0], num_given)
         at_once = 1 if num_rows % ALIGNED_ROWS == 0 else 2
         for i, first in product(range(num_sets), range(0, num_queries, at_once)):
             queries = range(first, min(first + at_once, num_queries))
-            given_RK = jnp.concatenate([self.given[query, i].astype(jnp.float32) for query in queries], axis=0)
+            places = [jnp.minimum(num_ahead + query, num_given - 1) for query in queries]
+            given_RK = jnp.concatenate([self.given[place, i].astype(jnp.float32) for place in places], axis=0)
             rows = pl.ds(first * num_rows, len(queries) * num_rows)
             self.tile[0, i, rows] = given_RK.astype(self.tile.dtype)
 
