@@ -21,6 +21,7 @@ from rayserve_moe.kernels.table import (
     GPU,
     GROUPED_ATTENTION,
     LATENT_ATTENTION,
+    LATENT_PRODUCTS,
     SPARSE_ATTENTION,
     TPU,
 )
@@ -70,6 +71,11 @@ def page() -> str:
     for title, choices in tables.items():
         for table, candidates in choices.items():
             parts += _listed(candidates, before=f"{title}, `{table}`: ")
+    parts.append(
+        "\nProducts per head of latent attention on TPUs, in order of preference. Log: the name and the mixer.\n\n"
+    )
+    for name, product in LATENT_PRODUCTS.items():
+        parts += _listed(product.candidates, before=f"`{name}`: ")
     parts.append("\nOther tables have their own `attention` only.\n")
     return "".join(parts)
 
@@ -80,7 +86,9 @@ def _table_of_operations() -> Iterator[str]:
     yield "|---|---|" + "---|" * len(described) + "\n"
     for name in dict.fromkeys(name for operations in described.values() for name in operations):
         log = f"`{LOG_NAMES[name]}`" if name in LOG_NAMES else ""
-        cells = ("<br>".join(operations.get(name, ())) for operations in described.values())
+        cells = ["<br>".join(operations.get(name, ())) for operations in described.values()]
+        if not any(cells):
+            continue  # bound for models with latents only
         yield f"| `{name}` | {log} | " + " | ".join(cells) + " |\n"
 
 

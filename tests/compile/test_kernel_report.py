@@ -21,6 +21,8 @@ KERNELS = {
     "grouped_ffn",
     "low_latency_dispatch",
     "device_sums",
+    "absorb_queries",
+    "expand_values",
 }
 
 
@@ -34,6 +36,7 @@ KERNELS = {
         pytest.param("gpt-oss-20b", "v6e:2x4", {}, id="gpt-oss", marks=pytest.mark.slow),
         pytest.param("qwen3.5-35b-a3b", "v6e:2x4", {}, id="hybrid", marks=pytest.mark.slow),
         pytest.param("qwen3-235b-a22b", "v5p:2x4x4", {"num_redundant_experts": 32}, id="v5p", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", "v5p:4x4x4", {}, id="latents", marks=pytest.mark.slow),
         pytest.param("gemma-4-26b-a4b", "v6e:2x2", {}, id="gemma4", marks=pytest.mark.slow),
         pytest.param("mimo-v2-flash", "v6e:4x4", {"tp": 4, "expert_dtype": "int8"}, id="mimo", marks=pytest.mark.slow),
     ],

@@ -22,8 +22,9 @@ from rayserve_moe.experts.backends import choose_backend, product_shapes
 from rayserve_moe.experts.layer import router_choice
 from rayserve_moe.experts.slot_mapping import PlacedExperts
 from rayserve_moe.experts.tokens import RoutedTokens
-from rayserve_moe.kernels.attention_config import AttentionConfig
+from rayserve_moe.kernels.attention_config import AttentionConfig, PoolFormat
 from rayserve_moe.kernels.attention_heads import StackedWeights
+from rayserve_moe.kernels.attention_layer import ProjectedRows
 from rayserve_moe.kernels.candidates import Choice
 from rayserve_moe.kernels.operations import AttentionKernels
 from rayserve_moe.kernels.reference.expert_products import ExpertWeights
@@ -35,6 +36,7 @@ from rayserve_moe.model.layers.attention import GroupedAttention, attention_conf
 from rayserve_moe.model.layers.choice import attention_choices
 from rayserve_moe.model.layers.gated_delta import GatedDelta
 from rayserve_moe.model.layers.kimi_delta import KimiDelta
+from rayserve_moe.model.layers.latent import LatentAttention, latent_config
 from rayserve_moe.model.layers.mamba2 import Mamba2
 from rayserve_moe.model.layers.moe import EXPERT_ARRAYS
 from rayserve_moe.model.layers.table import MIXERS
@@ -106,8 +108,7 @@ def _operations(served: ServedModel) -> Iterator[tuple[str, ChoiceOf]]:
     for own in grouped:
         for name, choice_of in _grouped_attention(own, config, params[own.kind], hidden_of):
             yield name if len(grouped) == 1 else f"{name} {own.kind}", choice_of
-    for mixer, choice in attention_choices(config.spec, KERNELS[kernels.name], pool=pool).items():
-        yield f"attention {mixer}", lambda _, choice=choice: choice
+    yield from _attention(config, params, pool=pool, dtype=served.dtype)
     recurrence = kernels.recurrence
     for own in config.spec.mixers:
         if isinstance(own, GatedDelta | KimiDelta) and recurrence.advance_layer is None:
@@ -186,6 +187,41 @@ def _fused_heads(
 
     yield "project_and_write", project_and_write
     yield "products", products
+
+
+def _attention(config: ModelConfig, params: Shapes, *, pool: PoolFormat, dtype: str) -> Iterator[tuple[str, ChoiceOf]]:
+    """Yield the attention of each mixer, and the products per head of latent attention."""
+    for mixer, choice in attention_choices(config.spec, KERNELS[config.kernels.name], pool=pool).items():
+        yield f"attention {mixer}", lambda _, choice=choice: choice
+        own = next(own for own in config.spec.mixers if own.kind == mixer)
+        if isinstance(own, LatentAttention) and choice.candidate is not None:
+            for name, choice_of in _products_of_heads(own, choice.candidate.run, params[mixer], dtype):
+                yield f"{name} {mixer}", choice_of
+
+
+def _products_of_heads(
+    own: LatentAttention, kernels: AttentionKernels, weights: dict[str, jax.Array], dtype: str
+) -> Iterator[tuple[str, ChoiceOf]]:
+    """Yield the products per head of latent attention, if the kernels have candidates for them."""
+    config, stacked = latent_config(own), StackedWeights(weights, LAYER)
+    num_heads = weights["k_b_LHC"].shape[1] // own.nope_dim
+
+    def part_of(shape: StepShape) -> ProjectedRows:
+        angles = shaped(shape.num_tokens, own.rotary_width // 2, dtype=jnp.float32)
+        return ProjectedRows(shaped(shape.num_tokens, 1, dtype=dtype), Rotation(angles, angles), None)
+
+    def absorb(shape: StepShape) -> Choice[Any]:
+        queries_TH = shaped(shape.num_tokens, num_heads * own.head_dim, dtype=dtype)
+        scale_T = None if own.query_scale is None else shaped(shape.num_tokens, dtype=jnp.float32)
+        return kernels.absorb.choose(queries_TH, part_of(shape), stacked, config=config, query_scale_T=scale_T)
+
+    def expand(shape: StepShape) -> Choice[Any]:
+        attended_TAC = shaped(shape.num_tokens, num_heads, own.kv_lora_rank, dtype=dtype)
+        return kernels.expand.choose(attended_TAC, part_of(shape), stacked)
+
+    if kernels.absorb.candidates:
+        yield "absorb", absorb
+        yield "expand", expand
 
 
 def _recurrence(

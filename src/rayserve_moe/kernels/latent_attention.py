@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from rayserve_moe.kernels.adapters import LayerAdapters, with_absorbed, with_expanded
+from rayserve_moe.kernels.attention_heads import StackedWeights
 from rayserve_moe.kernels.attention_layer import (
     AttentionInputs,
     PagedAttention,
@@ -35,6 +37,9 @@ from rayserve_moe.kernels.attention_layer import (
 from rayserve_moe.kernels.reference.attention import ScoreConfig
 from rayserve_moe.kernels.reference.layers import Rotation, project, rms_norm, rotate
 from rayserve_moe.kernels.row_blocks import ByRows, at_once
+
+HeadProduct = Callable[..., jax.Array]
+"""The signature of `absorb` or `expand`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,51 @@ class LatentConfig:
     output_gate: str = "none"
 
 
+def absorb(  # noqa: PLR0913 (by keyword)
+    queries_TH: jax.Array,
+    part: ProjectedRows,
+    stacked: StackedWeights,
+    *,
+    config: LatentConfig,
+    adapters: LayerAdapters | None = None,
+    query_scale_T: jax.Array | None = None,
+    by_rows: ByRows = at_once,
+) -> jax.Array:
+    """Multiply queries [T, H] into the latent space, and rotate what meets the shared key: float32 [T, A, C + r].
+
+    A kernel may return rounded queries with zeros behind them. `query_scale_T` multiplies the queries of a token.
+    """
+    queries_TH, k_b_HC = _slice_after(queries_TH, stacked.of_layers["k_b_LHC"], stacked.layer)
+
+    def absorb_part(rows: tuple[ProjectedRows, jax.Array]) -> jax.Array:
+        part, queries_TH = rows
+        return _absorb(queries_TH, k_b_HC, part.rotation, config=config, adapters=part.adapters(adapters))
+
+    queries_TAC = by_rows(absorb_part, (part, queries_TH))
+    return queries_TAC if query_scale_T is None else queries_TAC * query_scale_T[:, None, None]
+
+
+def expand(
+    attended_TAC: jax.Array,
+    part: ProjectedRows,
+    stacked: StackedWeights,
+    *,
+    adapters: LayerAdapters | None = None,
+    by_rows: ByRows = at_once,
+) -> jax.Array:
+    """Multiply attended latents out to the values of each head: [T, A, v], in the dtype of `attended_TAC`."""
+    attended_TAC, v_b_HC = _slice_after(attended_TAC, stacked.of_layers["v_b_LHC"], stacked.layer)
+    v_b_AvC = v_b_HC.reshape(attended_TAC.shape[1], -1, v_b_HC.shape[1])
+
+    def expand_part(rows: tuple[ProjectedRows, jax.Array]) -> jax.Array:
+        part, attended_TAC = rows
+        values_TAv = _multiply("TAC,AvC->TAv", attended_TAC, v_b_AvC)
+        values_TAv = with_expanded(values_TAv, attended_TAC, "v_b_LHC", adapters=part.adapters(adapters))
+        return values_TAv.astype(attended_TAC.dtype)
+
+    return by_rows(expand_part, (part, attended_TAC))
+
+
 def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     normed_TD: jax.Array,
     kv_pages: jax.Array,
@@ -63,18 +113,21 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
     prefill: PagedAttention,
     rows_of: Callable[[jax.Array], jax.Array] = jnp.asarray,
     write_and_decode: WritingAttention | None = None,
+    absorb: HeadProduct = absorb,
+    expand: HeadProduct = expand,
     by_rows: ByRows = at_once,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 output product [T, D], a partial sum over devices, and the pool with new latents.
 
     As `attention_layer.attend_layer`, for a pool [L * pages, page, 1, C + r] that is the same on every device, or with
     the rows of `rows_of`; `rotation` is for r elements. Queries come from a latent of their own if `weights` have it
-    (q_a, q_a_norm, q_b). A token sees the positions of `inputs.chosen_TK` only, if given.
+    (q_a, q_a_norm, q_b). A token sees the positions of `inputs.chosen_TK` only, if given. `absorb` and `expand` have
+    the signatures of the functions above.
     """
     weights, batch, rotation, layer, singles, _, query_scale_T, chosen_TK, adapters = inputs
     batch, first_page, _ = batch.of_layer(layer, kv_pages, len(weights["o_LHD"]))
     of_layer = {name: stacked[layer] for name, stacked in weights.items() if name not in ("k_b_LHC", "v_b_LHC")}
-    latent_width = len(of_layer["kv_a_norm_LC"])
+    latent_width, stacked = len(of_layer["kv_a_norm_LC"]), StackedWeights(weights, layer)
     with jax.named_scope("projections"):
 
         def project_part(part: ProjectedRows) -> tuple[jax.Array, jax.Array]:
@@ -82,16 +135,10 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
             latents_T1C = _latents(part.normed_TD, of_layer, part.rotation, config=config, adapters=own)
             return latents_T1C, _queries(part.normed_TD, of_layer, config, adapters=own)
 
-        def absorb_part(rows: tuple[ProjectedRows, jax.Array]) -> jax.Array:
-            part, queries_TH = rows
-            return _absorb(queries_TH, k_b_HC, part.rotation, config=config, adapters=part.adapters(adapters))
-
         inputs_T = ProjectedRows(normed_TD, rotation, adapters and adapters.tokens.place_T)
         latents_T1C, queries_TH = by_rows(project_part, inputs_T)
-        queries_TH, k_b_HC = _slice_after(queries_TH, weights["k_b_LHC"], layer)
-        queries_TAC = by_rows(absorb_part, (inputs_T, queries_TH))
-        queries_TAC = queries_TAC if query_scale_T is None else queries_TAC * query_scale_T[:, None, None]
-        queries_TAC, v_b_HC = _slice_after(queries_TAC, weights["v_b_LHC"], layer)
+        of_heads = partial(absorb, config=config, query_scale_T=query_scale_T)
+        queries_TAC = of_heads(queries_TH, inputs_T, stacked, adapters=adapters, by_rows=by_rows)
     num_late = batch.num_singles if write_and_decode else 0
     step = PagedStep(batch, first_page, rows_of(latents_T1C), num_late, chosen_TK)
     kv_pages = write_early(kv_pages, step)
@@ -101,17 +148,10 @@ def attend_latent_layer(  # noqa: PLR0913 (kernels, by keyword)
         described = singles and singles.by_window[0]
         attended_TAC, kv_pages = attend_blocks(queries_TAC, kv_pages, step, kernels=kernels, described=described)
     with jax.named_scope("output_product"):
-        v_b_AvC = v_b_HC.reshape(attended_TAC.shape[1], -1, latent_width)
-
-        def multiply_out(rows: tuple[ProjectedRows, jax.Array]) -> jax.Array:
-            part, attended_TAC = rows
-            values_TAv = _multiply("TAC,AvC->TAv", attended_TAC, v_b_AvC)
-            values_TAv = with_expanded(values_TAv, attended_TAC, "v_b_LHC", adapters=part.adapters(adapters))
-            values = (part, values_TAv.astype(normed_TD.dtype))
-            return output_product(values, weights=of_layer, function=config.output_gate, adapters=adapters)
-
-        out_TD = by_rows(multiply_out, (inputs_T, attended_TAC.astype(normed_TD.dtype)))
-        return defined(out_TD, step, singles), kv_pages
+        attended_TAC = attended_TAC.astype(normed_TD.dtype)
+        values_TAv = expand(attended_TAC, inputs_T, stacked, adapters=adapters, by_rows=by_rows)
+        multiply_out = partial(output_product, weights=of_layer, function=config.output_gate, adapters=adapters)
+        return defined(by_rows(multiply_out, (inputs_T, values_TAv)), step, singles), kv_pages
 
 
 def attend_by_choice(

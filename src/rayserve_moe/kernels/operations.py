@@ -59,6 +59,10 @@ class AttentionKernels:
     """Fused: `project`, then `kv_pool.write_rows` (`gpu.fused_heads.project_and_write`); bound in `attend`."""
     products: Operation = NO_CANDIDATES
     """Products with a layer of stacked matrices (`gpu.stacked_products.multiply_stacked`); bound in `attend`."""
+    absorb: Operation = NO_CANDIDATES
+    """`latent_attention.absorb`, bound in `attend`."""
+    expand: Operation = NO_CANDIDATES
+    """`latent_attention.expand`, bound in `attend`."""
     has_packed_rows: bool = False
     """True if the pool has the rows of `packed_rows`."""
     choose_tokens: Callable[..., tuple[jax.Array, jax.Array]] | None = None

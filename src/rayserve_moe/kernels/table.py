@@ -20,13 +20,13 @@ from rayserve_moe.kernels import kv_pool, packed_blocks
 from rayserve_moe.kernels.attention_heads import project_packed_rows, project_rows
 from rayserve_moe.kernels.attention_layer import attend_layer
 from rayserve_moe.kernels.block_index import choose_layer_blocks
-from rayserve_moe.kernels.candidates import Candidate, Operation, bound, operation
+from rayserve_moe.kernels.candidates import Candidate, Function, Operation, bound, operation
 from rayserve_moe.kernels.cpu_native import calls, delta_call, index_call, mamba2_call, sampling_call
 from rayserve_moe.kernels.cpu_native.layout import take_columns
 from rayserve_moe.kernels.gpu import paged_attention as gpu_attention
 from rayserve_moe.kernels.gpu.row import gpu_kernels, gpu_latents
 from rayserve_moe.kernels.invariant import BLOCKS, LATENTS, SPARSE_LATENTS, invariant, invariant_on_tpus
-from rayserve_moe.kernels.latent_attention import attend_by_choice, attend_latent_layer
+from rayserve_moe.kernels.latent_attention import absorb, attend_by_choice, attend_latent_layer, expand
 from rayserve_moe.kernels.operations import (
     ADVANCE,
     AttentionKernels,
@@ -51,6 +51,7 @@ from rayserve_moe.kernels.tpu import (
     device_sums,
     dispatch_sizes,
     grouped_ffn,
+    latent_heads,
     low_latency_dispatch,
     paged_attention,
     rotary_heads,
@@ -102,6 +103,19 @@ PAGED = replace(
     has_packed_rows=True,
 )
 """Grouped-query attention of TPUs. The kernel writes new rows, and reads the pages of a sequence once."""
+
+
+def latent_products(*, interpret: Any = False) -> dict[str, Operation]:
+    """Return the products per head of latent attention by name; `interpret` (see `pallas_call`) needs no TPU."""
+    kernels: dict[str, Function] = {
+        "absorb": Candidate("absorb_queries", latent_heads.absorb, latent_heads.unsupported_absorb),
+        "expand": Candidate("expand_values", latent_heads.expand, latent_heads.unsupported_expand),
+    }
+    by_xla: dict[str, Function] = {"absorb": Candidate("xla", absorb), "expand": Candidate("xla", expand)}
+    return {name: Operation((bound(kernels[name], interpret=interpret), by_xla[name])) for name in kernels}
+
+
+LATENT_PRODUCTS = latent_products()
 PAGED_LATENTS = AttentionKernels(
     partial(
         attend_latent_layer,
@@ -109,8 +123,10 @@ PAGED_LATENTS = AttentionKernels(
         prefill=paged_attention.attend,
         write_and_decode=paged_attention.attend_new,
         rows_of=packed_latents,
+        **LATENT_PRODUCTS,
     ),
     describe_singles=paged_attention.describe_singles,
+    **LATENT_PRODUCTS,
     has_packed_rows=True,
 )
 """Latent attention of TPUs."""
@@ -123,6 +139,7 @@ def sparse_latents(*, interpret: Any = False) -> AttentionKernels:
         decode=partial(chosen_attention.attend_all_or_chosen, interpret=interpret),
         prefill=partial(chosen_attention.attend_prompts, interpret=interpret),
         rows_of=packed_latents,
+        **latent_products(interpret=interpret),
     )
     choose = Operation(
         (

@@ -24,7 +24,7 @@ from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, Drawn, write_chec
 from rayserve_moe.kernels.candidates import NO_CANDIDATES
 from rayserve_moe.kernels.reference import attention as attention_reference
 from rayserve_moe.kernels.reference.attention import FULL_CAUSAL, BlockPlaces, NewRows, ScoreConfig
-from rayserve_moe.kernels.table import GROUPED_ATTENTION, LATENT_ATTENTION
+from rayserve_moe.kernels.table import GROUPED_ATTENTION, LATENT_ATTENTION, latent_products
 from rayserve_moe.kernels.tpu import paged_attention, paged_sizes
 from rayserve_moe.kernels.tpu.byte_pairs import nan_bits, paired_rows
 from rayserve_moe.kernels.tpu.packed_rows import packed_kv, packed_latents
@@ -262,7 +262,8 @@ def paged_instead() -> Iterator[None]:
     with ExitStack() as stack:
         for by_name in (LATENT_ATTENTION, GROUPED_ATTENTION):
             of_tpu = by_name["tpu"][0]
-            attend = partial(of_tpu.run.attend, decode=paged, prefill=paged, write_and_decode=writing)
+            own = latent_products(interpret=INTERPRETED) if by_name is LATENT_ATTENTION else {}
+            attend = partial(of_tpu.run.attend, decode=paged, prefill=paged, write_and_decode=writing, **own)
             of_cpus = replace(of_tpu, run=replace(of_tpu.run, attend=attend, norm_and_project=NO_CANDIDATES))
             stack.enter_context(patch.dict(by_name, cpu=(of_cpus,)))
         yield

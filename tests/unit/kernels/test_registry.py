@@ -39,6 +39,8 @@ MAY_BE_ABSENT = {
     "kept_words",
     "project_and_write",
     "products",
+    "absorb",
+    "expand",
 }
 
 

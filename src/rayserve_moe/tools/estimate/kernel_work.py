@@ -174,10 +174,8 @@ def work_of(instruction: Instruction, operands: list[Instruction], *, work: Step
             return _low_latency_dispatch(instruction, operands, work)
         case "paged_attention" | "paged_attention_of_groups":
             return _paged_attention(instruction, work)
-        case "streamed_heads":
-            return _streamed_heads(instruction, operands)
-        case "rotary_heads":
-            return _rotary_heads(instruction, operands)
+        case "streamed_heads" | "rotary_heads" | "absorb_queries" | "expand_values" as name:
+            return _HEADS[name](instruction, operands)
         case "token_index" | "chosen_attention" as name if work.sparse:
             count = _token_index if name == "token_index" else _chosen_attention
             return count(instruction, operands, work.sparse)
@@ -291,6 +289,13 @@ def _streamed_heads(instruction: Instruction, operands: list[Instruction]) -> Ke
     return KernelWork(of_layer + sum(shape.num_bytes for shape in instruction.shapes if shape.space == HBM), ())
 
 
+def _products_of_heads(instruction: Instruction, operands: list[Instruction]) -> KernelWork:
+    """Count the bytes of a layer's matrices, which come last, and of rows in HBM; the trips are in the schedule."""
+    *rows, matrices = [shape for operand in operands for shape in operand.shapes]
+    num_bytes = sum(shape.num_bytes for shape in (*rows, *instruction.shapes) if shape.space == HBM)
+    return KernelWork(matrices.num_bytes / matrices.dims[0] + num_bytes, ())
+
+
 def _rotary_heads(instruction: Instruction, operands: list[Instruction]) -> KernelWork:
     """Count token tiles, rounded up to an equal number per core; each array is read or written once."""
     given = [shape for operand in operands for shape in operand.shapes]
@@ -299,6 +304,14 @@ def _rotary_heads(instruction: Instruction, operands: list[Instruction]) -> Kern
     tiles = math.ceil(num_tokens / tile_tokens(num_tokens, sum(shape.dims[1] for shape in projected)))
     shapes = [shape for shape in (*given, *instruction.shapes) if shape.space == HBM]
     return KernelWork(sum(shape.num_bytes for shape in shapes), (tiles + tiles % 2 if tiles > 1 else 1,))
+
+
+_HEADS = {
+    "streamed_heads": _streamed_heads,
+    "rotary_heads": _rotary_heads,
+    "absorb_queries": _products_of_heads,
+    "expand_values": _products_of_heads,
+}
 
 
 def _paged_attention(instruction: Instruction, work: StepWork) -> KernelWork | None:
