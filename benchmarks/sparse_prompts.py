@@ -32,11 +32,11 @@ from rayserve_moe.scheduling.step_plan import PREFILL_BLOCK_TOKENS as BLOCK
 from rayserve_moe.tools.compile_check import COMPILER_ENVIRONMENT, estimator_of, use_host_alone
 from rayserve_moe.tools.estimate.chips import chip_of
 from rayserve_moe.tools.estimate.dump import DumpFolder, Schedules, dump_environment
-from rayserve_moe.tools.estimate.kernel_work import SparseWork, StepWork
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.program_ops import Block, Branches, Loop, ProgramReader
 from rayserve_moe.tools.estimate.rates import calibrated
 from rayserve_moe.tools.estimate.step_time import Pricing
+from rayserve_moe.tools.estimate.step_work import SparseWork, StepWork
 from rayserve_moe.tools.hlo_text import read_program
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import house
 
-BUDGETS = {"modules": 65, "functions": 391, "one_importer": 132}
+BUDGETS = {"modules": 65, "functions": 391, "one_importer": 134}
 SLACK = {"functions": 5}
 """Number of functions whose call depends on how the threads of a request take turns."""
 WIDE_CLASSES: dict[str, int] = {

@@ -20,15 +20,8 @@ from rayserve_moe.kernels.tpu.token_index import choose_tokens
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.dump import DumpFolder
-from rayserve_moe.tools.estimate.kernel_work import (
-    AttentionSizes,
-    AttentionWork,
-    KernelWork,
-    SparseWork,
-    StepWork,
-    kernel_name,
-    work_of,
-)
+from rayserve_moe.tools.estimate.kernel_work import KernelWork, kernel_name, work_of
+from rayserve_moe.tools.estimate.step_work import AttentionSizes, AttentionWork, SparseWork, StepWork
 from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for, text_of
 

@@ -25,7 +25,8 @@ from rayserve_moe.kernels.tpu.delta_rule import advance_tokens
 from rayserve_moe.tools.estimate.bundles import read_schedule
 from rayserve_moe.tools.estimate.chips import CHIPS
 from rayserve_moe.tools.estimate.dump import DumpFolder
-from rayserve_moe.tools.estimate.kernel_work import RecurrentWork, StepWork, kernel_name, work_of
+from rayserve_moe.tools.estimate.kernel_work import kernel_name, work_of
+from rayserve_moe.tools.estimate.step_work import RecurrentWork, StepWork
 from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for, text_of
 

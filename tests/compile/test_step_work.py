@@ -12,7 +12,7 @@ import pytest
 from rayserve_moe.execution.memory import bytes_on_device
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.tools.estimate.chips import chip_of
-from rayserve_moe.tools.estimate.kernel_work import AttentionWork, RecurrentWork, SparseWork, StepWork
+from rayserve_moe.tools.estimate.step_work import AttentionWork, RecurrentWork, SparseWork, StepWork
 from rayserve_moe.tools.estimate.workload import StepSizes, devices_of_token, fullest_slots, step_work
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
 

@@ -10,14 +10,7 @@ import pytest
 from rayserve_moe.tools.estimate.bundles import Loop, Schedule
 from rayserve_moe.tools.estimate.chips import CHIPS, OVERHEAD_S
 from rayserve_moe.tools.estimate.dump import Schedules
-from rayserve_moe.tools.estimate.kernel_work import (
-    AttentionSizes,
-    AttentionWork,
-    KernelWork,
-    RecurrentWork,
-    StepWork,
-    work_of,
-)
+from rayserve_moe.tools.estimate.kernel_work import KernelWork, work_of
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.program_ops import Block, Op, ProgramReader, divides_over_cores, scope_of
 from rayserve_moe.tools.estimate.rates import (
@@ -31,6 +24,7 @@ from rayserve_moe.tools.estimate.rates import (
     calibrated,
 )
 from rayserve_moe.tools.estimate.step_time import Estimate, OpPrice, Pricing, estimate
+from rayserve_moe.tools.estimate.step_work import AttentionSizes, AttentionWork, RecurrentWork, StepWork
 from rayserve_moe.tools.hlo_text import Instruction, read_program
 
 V6E = CHIPS["v6e"]

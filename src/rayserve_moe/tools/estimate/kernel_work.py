@@ -1,11 +1,10 @@
-"""The work of a step on a device, and of kernels whose loops have trips known only at run time."""
+"""The work of kernels whose loops have trips known only at run time."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from rayserve_moe.execution.programs.buckets import PREFILL_BLOCK_TOKENS
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, WINDOW_ROWS
@@ -19,6 +18,7 @@ from rayserve_moe.kernels.tpu.rotary_heads import tile_tokens
 from rayserve_moe.kernels.tpu.top_tokens import CHUNK_POSITIONS
 from rayserve_moe.tools.estimate.bundles import RegionRuns, Schedule, Spent
 from rayserve_moe.tools.estimate.rates import ATTENTION, KERNEL, PROMPT_ATTENTION
+from rayserve_moe.tools.estimate.step_work import AttentionSizes, RecurrentWork, SparseWork, StepWork
 from rayserve_moe.tools.hlo_report import HBM
 from rayserve_moe.tools.hlo_text import Instruction
 
@@ -27,93 +27,6 @@ _NUMBERED = re.compile(r"(\.clone)*\.\d+$")
 ROUND_SLACK = 1.5
 """Rows that an exchange can receive, relative to even routing (`experts.tokens.round_rows`)."""
 PARALLEL = "dimension_semantics<parallel>"
-
-
-class AttentionSizes(NamedTuple):
-    """Sizes by which a call of paged attention is known."""
-
-    num_blocks: int
-    """Blocks of queries with padding, or single tokens."""
-    num_sets: int
-    """Sets of heads on a device."""
-    value_lanes: int
-    """Lanes of the values of a set."""
-
-
-@dataclass(frozen=True)
-class AttentionWork:
-    """The work of a call of paged attention in one layer, or the mean of layers with the same sizes."""
-
-    num_query_blocks: int
-    """Blocks of queries, or groups of single tokens."""
-    num_visits: float
-    """Visits of blocks of keys, by all blocks of queries."""
-    kv_bytes: float
-    """Bytes of keys and values that the visits read."""
-    num_pages: float
-    """Pages of the visits, which are copied one by one."""
-    is_of_prompts: bool = False
-    """True if the queries are those of prompts."""
-    num_layers: int = 1
-    """Layers with a call of these sizes."""
-
-
-@dataclass(frozen=True)
-class RecurrentWork:
-    """The work of a call of a recurrence in one layer."""
-
-    num_singles: float
-    """Tokens that are computed by themselves."""
-    num_blocks: float
-    """Pieces of prompts, of PIECE tokens each."""
-    num_visits: float
-    """Rows with tokens."""
-    ring_tokens: float
-    """Tokens of a row's ring up to its cursor, the mean of the visits."""
-    num_folds: float
-    """Entries that are written."""
-
-
-@dataclass(frozen=True)
-class SparseWork:
-    """The work of sparse attention in one layer: tokens that see some of the tokens before them."""
-
-    num_tokens: int
-    """Single tokens that do not see all; 0 if contexts are no longer than a choice."""
-    context: int
-    """Positions whose keys a token scores."""
-    top_k: int
-    """Positions that it sees."""
-    index_tokens: int = 0
-    """Single tokens that a device of the tensor axis chooses for."""
-    index_blocks: int = 0
-    """Blocks of prompts that it chooses for; 0 if all of their tokens see all."""
-    prompt_context: int = 0
-    """Mean number of keys that a prompt token scores."""
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """A step's work on a device."""
-
-    used_slots: float
-    """Expert slots of a layer with any rows, on the device that has most of them."""
-    expert_rows: float
-    """Rows of all expert slots of a layer."""
-    attention: dict[AttentionSizes, AttentionWork]
-    """Per layer, by sizes of a kernel call."""
-    flops: float
-    """Minimum of the whole model."""
-    hbm_bytes: float
-    """Minimum of the whole model: used weights, keys and values, once each."""
-    recurrent: RecurrentWork | None = None
-    """None: no layer has a recurrent state."""
-    exchanged_bytes: float = 0.0
-    """Minimum of the whole model: one row per token and device with any of its experts, there and back."""
-    device_share: float = 1.0
-    """Share of the tokens that have an expert on a device."""
-    sparse: SparseWork | None = None
-    """None: no layer chooses tokens."""
 
 
 @dataclass(frozen=True)

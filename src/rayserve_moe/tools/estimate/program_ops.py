@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from rayserve_moe.tools.estimate.dump import Schedules
-from rayserve_moe.tools.estimate.kernel_work import PARALLEL, KernelWork, StepWork, kernel_name, work_of
+from rayserve_moe.tools.estimate.kernel_work import PARALLEL, KernelWork, kernel_name, work_of
 from rayserve_moe.tools.estimate.links import Slice, groups_of
 from rayserve_moe.tools.estimate.rates import COLLECTIVE, COPY, KERNEL
+from rayserve_moe.tools.estimate.step_work import StepWork
 from rayserve_moe.tools.hlo_report import COLLECTIVES, HBM
 from rayserve_moe.tools.hlo_text import ArrayShape, Instruction, ProgramText, condition_of
 

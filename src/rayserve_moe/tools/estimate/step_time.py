@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip
-from rayserve_moe.tools.estimate.kernel_work import StepWork
 from rayserve_moe.tools.estimate.program_ops import Block, Branches, Loop, Op
 from rayserve_moe.tools.estimate.rates import (
     AT_PEAK,
@@ -29,6 +28,7 @@ from rayserve_moe.tools.estimate.rates import (
     Rates,
     calibrated,
 )
+from rayserve_moe.tools.estimate.step_work import StepWork
 
 SMALL_S = 1e-6
 """Work below which an op is small: the overhead is most of its cost."""

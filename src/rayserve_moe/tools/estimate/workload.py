@@ -28,13 +28,7 @@ from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import MixerSpec, ModelSpec, ScoreShape
 from rayserve_moe.model.states import KeptState, entry_states, state_of_mixer, token_states
 from rayserve_moe.parallel.mesh import cores_of
-from rayserve_moe.tools.estimate.kernel_work import (
-    AttentionSizes,
-    AttentionWork,
-    RecurrentWork,
-    SparseWork,
-    StepWork,
-)
+from rayserve_moe.tools.estimate.step_work import AttentionSizes, AttentionWork, RecurrentWork, SparseWork, StepWork
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from rayserve_moe.model.layers.attention import GroupedAttention
 from rayserve_moe.model.model_config import ModelConfig
 from rayserve_moe.model.spec import NO_PART, MixerSpec, ModelSpec
 from rayserve_moe.tools.estimate.chips import OVERHEAD_S, Chip, chip_of
-from rayserve_moe.tools.estimate.kernel_work import StepWork
 from rayserve_moe.tools.estimate.links import Slice
 from rayserve_moe.tools.estimate.rates import STEP_SPREAD, calibrated
+from rayserve_moe.tools.estimate.step_work import StepWork
 from rayserve_moe.tools.estimate.workload import StepSizes, devices_of_token, step_work
 
 LAYER_OPS, SHARED_LAYER_OPS, TENSOR_OPS = 4, 23, 5
