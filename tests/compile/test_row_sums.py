@@ -1,4 +1,4 @@
-"""What the TPU compiler says about the order of its own products, and that blocks of rows fix it."""
+"""What the TPU compiler says about the order of its own products and sums, and that blocks of rows fix it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rayserve_moe.execution.programs.specs import programs_of
+from rayserve_moe.kernels.invariant import in_tpu_blocks, masses_in_rows
+from rayserve_moe.kernels.reference import layers
 from rayserve_moe.kernels.reference.layers import project
 from rayserve_moe.kernels.row_blocks import in_blocks
-from rayserve_moe.tools.row_sums import PRODUCT, compared, products_of, traced_sums
+from rayserve_moe.tools.hlo_text import ProgramText
+from rayserve_moe.tools.row_sums import PRODUCT, compared, products_of, reductions_of, traced_sums
 from rayserve_moe.tools.served_cases import case_of_model, lay_out
-from tests.compile.topologies import compile_for, text_of
+from tests.compile.topologies import compile_for, mesh_of_one, text_of
 
 WIDTH, WORDS = 2048, 18992
 SIZES = (32, 256)
@@ -46,6 +51,37 @@ def test_a_product_that_the_compiler_turns_around_is_found():
 
 def test_a_product_in_blocks_of_rows_has_one_order():
     assert compared_sizes(blocks=True) == []
+
+
+LAYOUTS = {"in rows": (0, 1), "in columns": (1, 0)}
+"""Orders of dimensions of an array in memory, from the one that varies slowest."""
+
+
+def test_a_sum_over_an_array_in_another_layout_is_found():
+    """XLA adds words up in windows of an array as it lies in memory."""
+    masses = partial(layers.masses_of, num_words=jnp.int32(WORDS))
+    (found,) = compared_layouts(partial(in_tpu_blocks, lambda rows: masses(*rows)))
+    assert "masses_of" in found.line
+    assert sorted(found.orders.values()) == [("in columns",), ("in rows",)]
+
+
+def test_masses_are_added_up_in_one_order_for_any_layout():
+    assert compared_layouts(lambda rows: masses_in_rows(*rows, jnp.int32(WORDS))) == []
+
+
+def compared_layouts(function):
+    sums = {name: [*reductions_of(of_layout(function, order))] for name, order in LAYOUTS.items()}
+    assert all(sums.values()), "every program has the sum"
+    return compared(sums)
+
+
+def of_layout(function, order: tuple[int, int]) -> ProgramText:
+    """Return a program of 128 rows of logits with this order of dimensions."""
+    alone = NamedSharding(mesh_of_one("v6e"), PartitionSpec())
+    logits, temperatures = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, WORDS), (128,)))
+    with jax.set_mesh(mesh_of_one("v6e")):
+        placed = jax.jit(function, in_shardings=((Format(Layout(order), alone), alone),))
+        return text_of(placed.lower((logits, temperatures)).compile())
 
 
 BY_SIZE = {

@@ -87,14 +87,16 @@ def log_probs_at(logprobs_SV: jax.Array, ids_SL: jax.Array, *, part: VocabularyP
 def entropy_of(logprobs_SV: jax.Array, *, part: VocabularyPart) -> jax.Array:
     """Return the entropy of each row in nats, float32 [S]; ids of probability 0 contribute nothing.
 
-    Rows are added up in blocks of a fixed size, so that an entropy has the same bits in steps of all sizes.
+    Rows are added up in blocks of a fixed size, then in the order of shards, so that an entropy has the same bits in
+    steps of all sizes.
     """
 
     def compute(logprobs_RV: jax.Array) -> jax.Array:
         terms_RV = -jnp.exp(logprobs_RV) * logprobs_RV
         return jnp.sum(terms_RV, axis=-1, where=jnp.isfinite(logprobs_RV))
 
-    return part.sum(in_blocks(compute, logprobs_SV, size=ROWS_OF_ENTROPY))
+    (of_all_PS,) = part.gather(in_blocks(compute, logprobs_SV, size=ROWS_OF_ENTROPY))
+    return reduce(jnp.add, of_all_PS)
 
 
 @jax.named_scope("log_probs")

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from rayserve_moe.kernels.adapters import LayerAdapters
 from rayserve_moe.kernels.attention_layer import attend_layer
@@ -117,11 +118,22 @@ def add_and_norm(
     return in_blocks(lambda rows: layers.add_and_norm(*rows, scale_LD, layer=layer, eps=eps), (hidden_TD, added_TD))
 
 
-def masses_of(
-    logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array, *, by_rows: ByRows = in_blocks
-) -> layers.WordMasses:
+def masses_of(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> layers.WordMasses:
     """Compute `layers.masses_of` in blocks."""
-    return by_rows(lambda rows: layers.masses_of(*rows, num_words), (logits_SV, temperature_S))
+    return in_blocks(lambda rows: layers.masses_of(*rows, num_words), (logits_SV, temperature_S))
+
+
+def masses_in_rows(logits_SV: jax.Array, temperature_S: jax.Array, num_words: jax.Array) -> layers.WordMasses:
+    """Compute `layers.masses_of` in blocks for TPUs, with the words of a row side by side in memory.
+
+    XLA chooses the layout of a block by the program around it, and the order of a sum by the layout.
+    """
+
+    def compute(rows: tuple[jax.Array, jax.Array]) -> layers.WordMasses:
+        logits_SV, temperature_S = rows
+        return layers.masses_of(with_layout_constraint(logits_SV, Layout((0, 1))), temperature_S, num_words)
+
+    return in_tpu_blocks(compute, (logits_SV, temperature_S))
 
 
 def gumbel_noise(
@@ -185,9 +197,10 @@ def invariant_on_tpus(kernels: Kernels, *, name: str) -> Kernels:
             sums=operation("invariant", sums),
             carries_ranks=False,
             choose=NO_CANDIDATES,
+            total=layers.total_in_order,  # XLA adds a block of few weights up in lanes or across rows
         ),
         head=replace(kernels.head, logits=by_first(layers.head_logits, by_rows)),
-        sampling=SamplingKernels(partial(masses_of, by_rows=by_rows), noise=partial(gumbel_noise, by_rows=by_rows)),
+        sampling=SamplingKernels(masses_in_rows, noise=partial(gumbel_noise, by_rows=by_rows)),
         add_norm=operation("add_norm", tpu_add_norm.add_and_norm),
         by_rows=by_rows,
         adds_devices_in_order=True,

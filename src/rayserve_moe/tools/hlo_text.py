@@ -63,6 +63,8 @@ class ArrayShape:
     dims: tuple[int, ...]
     space: int = 0
     """0: HBM, 1: VMEM."""
+    layout: str = field(default="", compare=False)
+    """Order of dimensions from the one that varies fastest, then tiles, in XLA's words: `1,0:T(8,128)`."""
 
     @property
     def num_elements(self) -> int:
@@ -158,6 +160,12 @@ class ProgramText:
                     return self.sources[int(frame)]
         return ""
 
+    @cached_property
+    def shape_of(self) -> dict[str, ArrayShape]:
+        """Return the shape of each array by the name of its instruction, which is unique in a program."""
+        computations = self.computations.values()
+        return {each.name: each.shapes[0] for instructions in computations for each in instructions if each.shapes}
+
     def _executions(self, computation: str, *, times: int, is_least: bool) -> Iterator[Execution]:
         for instruction in self.computations[computation]:
             yield Execution(instruction, times, is_least, computation)
@@ -202,7 +210,7 @@ def read_program(text: str) -> ProgramText:
 def _instruction(found: re.Match[str]) -> Instruction:
     root, name, shapes, opcode, attributes = found.groups()
     arrays = tuple(
-        ArrayShape(dtype, tuple(int(size) for size in dims.split(",") if size), _space(layout or ""))
+        ArrayShape(dtype, tuple(map(int, filter(None, dims.split(",")))), _space(layout or ""), _layout(layout or ""))
         for dtype, dims, layout in _SHAPE.findall(shapes)
     )
     return Instruction(name, opcode, arrays, attributes, is_root=root is not None)
@@ -211,6 +219,10 @@ def _instruction(found: re.Match[str]) -> Instruction:
 def _space(layout: str) -> int:
     found = _SPACE.search(layout)
     return int(found.group(1)) if found else 0
+
+
+def _layout(layout: str) -> str:
+    return _SPACE.sub("", layout).strip("{}")
 
 
 def condition_of(loop: Instruction) -> str:

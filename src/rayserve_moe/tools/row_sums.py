@@ -3,8 +3,8 @@
 Compilers choose the order of a sum by its shapes. Steps that add up floating-point numbers at the same line of source
 must do so in the same shapes, or the results of a row depend on the size of its step. Traced programs show the blocks
 of loops. In kernels of our own the sizes that are summed over decide alone, because a matrix unit computes rows
-independently. For products of XLA on TPUs the compiled programs decide: they show the emitter of each product, and the
-part of the summed width that is in its window.
+independently. For products and sums of XLA on TPUs the compiled programs decide: they show the emitter of each product
+and the part of the summed width that is in its window, and the layout and the window of each sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rayserve_moe.execution.programs.specs import PROBE, Program, names_for, pro
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.parallel.mesh import platform_of
 from rayserve_moe.parallel.sharding import ParallelPlan
-from rayserve_moe.tools.hlo_text import ProgramText, read_program
+from rayserve_moe.tools.hlo_text import Instruction, ProgramText, read_program
 
 PACKAGE = "rayserve_moe/"
 NUM_PAGES = 64
@@ -35,9 +35,14 @@ KERNEL, CALLS = "pallas_call", {"pjit", "jit"}
 PRODUCT = "dot_general"
 PRODUCTS = {PRODUCT, "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 SUMS = {"reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum", "scatter-add"}
+REDUCTIONS = {"reduce", "reduce-window", "scatter"}
+"""Opcodes of XLA that add numbers up, besides products."""
 LANES = 128
 _WINDOW = re.compile(r'"input_window_bounds":\[[^\]]*"(\d+)"\]')
 """The last bound counts registers along the summed width."""
+_WINDOWS = re.compile(r'"(?:output_window|iteration)_bounds":\[([^\]]*)\]')
+"""Registers of a window along each dimension, and the number of windows."""
+_SUMMED = re.compile(r"dimensions=\{([\d,]*)\}")
 _EMITTER = re.compile(r'"emitter":"(\w+)"')
 EXACT = {
     *("ranks_of", "_draw", "_best_here", "row_of", "count_slots", "places_of", "sums_before", "_best", "plan_rows"),
@@ -110,7 +115,8 @@ def _sums_of_step(program: Program, served: ServedModel) -> list[RowSum]:
     if platform_of(plan.mesh) != "tpu":
         return found
     compiled = read_program(optimized(lowered(program, plan), plan, kernels=served.config.kernels).as_text() or "")
-    return [*(each for each in found if each.in_kernel or each.operation != PRODUCT), *products_of(compiled)]
+    known = (each for each in found if each.in_kernel or each.operation != PRODUCT)
+    return [*known, *products_of(compiled), *reductions_of(compiled)]
 
 
 def traced_sums(program: Program, plan: ParallelPlan) -> list[RowSum]:
@@ -132,6 +138,28 @@ def products_of(program: ProgramText) -> Iterator[RowSum]:
             width = f"windows of {LANES * int(bounds[1])}" if bounds else "unknown windows"
             order = f"{width}, {emitter[1] if emitter else 'unknown emitter'}"
             yield RowSum(line, "product of XLA", order)
+
+
+def reductions_of(program: ProgramText) -> Iterator[RowSum]:
+    """Yield the sums of more than two floating-point numbers in a program that was compiled for TPUs by XLA."""
+    for execution in program.executions():
+        instruction = execution.instruction
+        for part in program.fused(instruction):
+            line = program.source_of(part) or part.op_name
+            if part.opcode not in REDUCTIONS or not _adds(program, part) or _is_exact(line):
+                continue
+            given, summed = program.shape_of[part.operands[0]], _SUMMED.search(part.attributes)
+            axes = [int(axis) for axis in summed[1].split(",") if axis] if summed else range(len(given.dims))
+            if math.prod(given.dims[axis] for axis in axes) > 2:
+                windows = " x ".join(bounds.replace('"', "") for bounds in _WINDOWS.findall(instruction.attributes))
+                order = f"{given.dims} {given.dtype} {given.layout} over {[*axes]}, windows {windows}"
+                yield RowSum(line, f"{part.opcode} of XLA", order)
+
+
+def _adds(program: ProgramText, part: Instruction) -> bool:
+    """Return True for a reduction of floating-point numbers by sums or products."""
+    reducers = (each for name in part.called for each in program.computations[name])
+    return "f" in part.shapes[0].dtype and any(each.opcode in ("add", "multiply") for each in reducers)
 
 
 def compared(sums: Mapping[str, Iterable[RowSum]], *, parts: AbstractSet[str] = frozenset()) -> list[Difference]:

@@ -19,6 +19,7 @@ from rayserve_moe.kernels.row_blocks import at_once, in_blocks
 from rayserve_moe.kernels.table import CPU, CPU_INVARIANT
 from rayserve_moe.model.family_table import spec_from_config
 from rayserve_moe.parallel.mesh import plan_for
+from rayserve_moe.parallel.sharding import DATA
 from rayserve_moe.parallel.vocabulary_part import VocabularyPart
 from rayserve_moe.tools.row_sums import RowSum, compared, differences, sums_of
 from tests.support.models.families import FAMILY_CASES, FamilyCase, config_of
@@ -45,9 +46,10 @@ FREE = {
 """Tables with one operation that chooses its tile by the rows of a step."""
 
 
-def found_between(function, *sizes):
+def found_between(function, *sizes, num_devices=1):
     shapes = {f"rows {n}": jax.ShapeDtypeStruct((n, WIDTH), jnp.float32) for n in sizes or SIZES}
-    return compared({name: sums_of(jax.make_jaxpr(function)(shape).jaxpr) for name, shape in shapes.items()})
+    traced = jax.make_jaxpr(function, axis_env=[(DATA, num_devices)])
+    return compared({name: sums_of(traced(shape).jaxpr) for name, shape in shapes.items()})
 
 
 def served_by(case: FamilyCase, **values) -> ServedModel:
@@ -65,8 +67,15 @@ def test_a_product_with_a_free_tile_is_found_and_one_in_blocks_is_not():
     assert found_between(partial(in_blocks, lambda rows: layers.rms_norm(rows, matrix[:, 0], eps=1e-6))) == []
 
 
-def test_entropies_are_added_up_in_blocks():
-    assert found_between(partial(entropy_of, part=VocabularyPart(WIDTH, WIDTH))) == []
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_entropies_are_added_up_in_blocks_and_in_the_order_of_devices(num_devices):
+    part = VocabularyPart(num_devices * WIDTH, WIDTH, (DATA,) if num_devices > 1 else (), num_devices)
+    assert found_between(partial(entropy_of, part=part), num_devices=num_devices) == []
+
+
+def test_a_sum_over_devices_by_a_collective_is_found():
+    (found,) = found_between(lambda rows: jax.lax.psum(rows[:, 0], DATA), num_devices=4)
+    assert found.operation == "psum"
 
 
 def test_a_sum_that_only_some_steps_have_is_found():
