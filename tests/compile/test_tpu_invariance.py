@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayserve_moe.config.settings import SettingsError
-from rayserve_moe.execution import native_kernels, tpu_invariance
+from rayserve_moe.execution import compared_steps, native_kernels
+from rayserve_moe.execution.compared_steps import difference_from_compared
 from rayserve_moe.execution.programs.specs import programs_of, step_name
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.execution.tpu_invariance import check_invariance, unsupported_kernels, unsupported_reason
@@ -19,10 +22,11 @@ from rayserve_moe.kernels.row_blocks import at_once
 from rayserve_moe.kernels.table import TPU, TPU_INVARIANT
 from rayserve_moe.model.spec import UnsupportedModelError
 from rayserve_moe.tools.row_sums import PRODUCT, compared, differences, traced_sums
-from rayserve_moe.tools.served_cases import case_of_model, lay_out
+from rayserve_moe.tools.served_cases import case_of_config, case_of_model, lay_out
 
+ROOT = Path(__file__).parents[2]
 MODEL, SLICE = "qwen3-30b-a3b", "v6e:2x4"
-MODELS = (MODEL, "gpt-oss-20b", "qwen3.5-35b-a3b")
+COMPARED_WITH = f"compiled steps of {MODEL} were compared"
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -45,16 +49,99 @@ def traced_differences(served: ServedModel) -> set[str]:
     return {each.line for each in compared(own)}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_models_whose_compiled_steps_were_compared_are_accepted(model: str, monkeypatch: pytest.MonkeyPatch):
-    served = served_on(model)
-    family = served.config.spec.family
+def compared_server(model: str = MODEL, topology: str = SLICE, *, tp: int = 0, **values: Any) -> ServedModel:
+    """Return the whole model on a server whose compiled steps were compared, with other values."""
+    given = {"invariant_products": "on", **values}
+    return lay_out(case_of_model(model, topology, tp=tp, values=given))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"max_model_len": 4096, "num_pages": 100},
+        {"precompile_bs_paddings": [16], "max_step_tokens": 512},
+        {"host_cache_mib": 100, "enable_prefix_caching": False},
+    ],
+    ids=["defaults", "few pages", "fewer steps", "host pages"],
+)
+def test_a_server_whose_compiled_steps_were_compared_is_accepted(values: dict[str, Any]):
+    served = compared_server(**values)
     assert served.config.kernels.name == TPU_INVARIANT.name
-    assert unsupported_kernels(served) == ""
-    with pytest.raises(SettingsError, match=f"compiled steps of {family} were not compared; set auto"):
-        check_invariance(served)
-    monkeypatch.setattr(tpu_invariance, "COMPILED_FAMILIES", frozenset({family}))
     check_invariance(served)
+
+
+def test_the_config_for_eight_chips_is_accepted_unless_it_captures_routing():
+    case = case_of_config(ROOT / "configs/qwen3_30b_a3b_v6e8.yaml")
+    given = replace(case.settings, compile=replace(case.settings.compile, invariant_products="on"))
+    with pytest.raises(SettingsError, match=f"enable_return_routed_experts True: {COMPARED_WITH} with False"):
+        check_invariance(lay_out(replace(case, settings=given)))
+    without = replace(given, replay=replace(given.replay, enabled=False))
+    check_invariance(lay_out(replace(case, settings=without)))
+
+
+def test_only_the_base_of_the_rotation_may_be_another():
+    case = case_of_model(MODEL, SLICE, values={"invariant_products": "on", "max_model_len": 4096})
+    rotation = {"rope_type": "default", "rope_theta": 1e7}
+    longer = {**case.model, "rope_parameters": rotation, "max_position_embeddings": 262_144}
+    check_invariance(lay_out(replace(case, model=longer)))
+    scaled = rotation | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    with pytest.raises(SettingsError, match=f"the sizes or the rotation of this model: {COMPARED_WITH}"):
+        check_invariance(lay_out(replace(case, model={**longer, "rope_parameters": scaled})))
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3.5-35b-a3b"])
+def test_models_whose_compiled_steps_were_not_compared_are_refused_by_name(model: str):
+    served = served_on(model)
+    assert unsupported_kernels(served) == ""
+    reason = f"compiled steps of {served.config.spec.family} were not compared; set auto"
+    with pytest.raises(SettingsError, match=f"invariant_products on: {reason}"):
+        check_invariance(served)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model": "qwen3-235b-a22b"}, "the sizes or the rotation of this model"),
+        ({"topology": "v6e:4x4"}, "data_parallel_size 16"),
+        ({"topology": "v5p:2x2x2"}, "chip v5p"),
+        ({"topology": "v6e:4x4", "tp": 2}, "devices of a data rank 2"),
+        ({"page_size": 64}, "page_size 64"),
+        ({"max_model_len": 400}, "max_model_len 400"),
+        ({"max_running_requests": 32}, "max_running_requests 32"),
+        ({"max_step_tokens": 2048}, "step prefill_2048"),
+        ({"precompile_bs_paddings": [6, 16]}, "step decode_6"),
+        ({"structured_output": False}, "structured_output False"),
+        ({"enable_return_routed_experts": True}, "enable_return_routed_experts True"),
+        ({"enable_return_hidden_states": True}, "enable_return_hidden_states True"),
+        ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm NGRAM"),
+        ({"enable_eplb": True}, "enable_eplb True"),
+        ({"eplb_dispatch": "static"}, "settings of prefill_1024"),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else ", ".join(each),
+)
+def test_other_values_than_those_of_the_compared_server_are_refused_by_name(values: dict[str, Any], reason: str):
+    """Some have experts that differ by step as well, which `check_invariance` names first."""
+    served = compared_server(**values)
+    assert difference_from_compared(served).startswith(f"{reason}: {COMPARED_WITH}")
+    with pytest.raises(SettingsError, match=r"invariant_products on: .*; set auto"):
+        check_invariance(served)
+
+
+def test_another_compiler_than_that_of_the_comparison_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    others = [replace(known, versions={**known.versions, "libtpu": "0.0.1"}) for known in compared_steps.COMPARED]
+    monkeypatch.setattr(compared_steps, "COMPARED", others)
+    with pytest.raises(SettingsError, match=rf"libtpu [\d.]+: {COMPARED_WITH} with 0\.0\.1; set auto"):
+        check_invariance(compared_server())
+
+
+@pytest.mark.parametrize(
+    ("variable", "flag"), [("XLA_FLAGS", "--xla_allow_excess_precision=true"), ("LIBTPU_INIT_ARGS", "--xla_tpu_x=1")]
+)
+def test_flags_of_the_compiler_are_refused_by_name(variable: str, flag: str, monkeypatch: pytest.MonkeyPatch):
+    served = compared_server()
+    monkeypatch.setenv(variable, f"{os.environ.get(variable, '')} {flag}")
+    assert difference_from_compared(served) == f"{flag}: {COMPARED_WITH} without"
 
 
 @pytest.mark.parametrize(
@@ -129,3 +216,12 @@ def test_a_head_that_the_compiler_turns_around_is_found(monkeypatch: pytest.Monk
     monkeypatch.setitem(native_kernels.INVARIANT, "tpu", replace(TPU_INVARIANT, head=TPU.head))
     found = differences(served_on(MODEL, max_running_requests=32, precompile_bs_paddings=[4, 32]))
     assert any("head_logits" in each.line for each in found)
+
+
+@pytest.mark.slow
+def test_weights_of_experts_that_the_compiler_adds_up_are_found(monkeypatch: pytest.MonkeyPatch):
+    """The compiler adds eight weights up in lanes in a small step, and across rows of registers in a large one."""
+    free = replace(TPU_INVARIANT, experts=replace(TPU_INVARIANT.experts, total=layers.total_of))
+    monkeypatch.setitem(native_kernels.INVARIANT, "tpu", free)
+    found = differences(served_on(MODEL), names=("decode_2", "prefill_512"))
+    assert any("total_of" in each.line for each in found)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rayserve_moe.config.settings import DRAFT_MODELS, SettingsError
+from rayserve_moe.execution.compared_steps import difference_from_compared
 from rayserve_moe.execution.kernel_report import device_shapes, expert_shapes, kernel_report, shaped
 from rayserve_moe.execution.served_model import ServedModel
 from rayserve_moe.experts.addition_order import adds_by_device
@@ -22,8 +23,6 @@ from rayserve_moe.model.layers.gated_delta import GatedDelta
 
 PROVEN = (GroupedAttention, GatedDelta)
 """Mixers whose traced sums are the same in steps of all sizes."""
-COMPILED_FAMILIES: frozenset[str] = frozenset()
-"""Families whose compiled steps were compared as well, by `test_compiled_steps_add_up_rows_in_one_order`."""
 REPLICATED, FUSED, DELTA_RULE = "replicated", "fused", "delta_rule"
 
 
@@ -37,10 +36,7 @@ def unsupported_reason(served: ServedModel) -> str:
     """Return why steps with the kernels `tpu_invariant` could differ; empty if they cannot, or for other kernels."""
     if served.config.kernels.name != TPU_INVARIANT.name:
         return ""
-    if reason := unsupported_kernels(served):
-        return reason
-    family = served.config.spec.family
-    return "" if family in COMPILED_FAMILIES else f"compiled steps of {family} were not compared"
+    return unsupported_kernels(served) or difference_from_compared(served)
 
 
 def unsupported_kernels(served: ServedModel) -> str:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from rayserve_moe.execution.compared_steps import NUM_PAGES
 from rayserve_moe.execution.programs.compiled import lowered, optimized
 from rayserve_moe.execution.programs.specs import PROBE, Program, names_for, programs_of
 from rayserve_moe.execution.served_model import ServedModel
@@ -29,8 +30,6 @@ from rayserve_moe.parallel.sharding import ParallelPlan
 from rayserve_moe.tools.hlo_text import Instruction, ProgramText, read_program
 
 PACKAGE = "rayserve_moe/"
-NUM_PAGES = 64
-"""Pages of the pool. No sum depends on their number."""
 KERNEL, CALLS = "pallas_call", {"pjit", "jit"}
 PRODUCT = "dot_general"
 PRODUCTS = {PRODUCT, "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
