@@ -70,6 +70,7 @@ def two_ranks(engine_with: EngineStore, is_native: bool) -> Engine:
     """Two data ranks of one device each, which are driven `ON_TWO_RANKS`.
 
     In bfloat16 they exchange results: sums of more than two experts that are added up rank by rank round otherwise.
+    Exchanged results are added up in the order of one device, but each product is rounded before.
     """
     exchange = {"expert_backend": "all_to_all"} if is_native else {}
     return engine_with.pinned(**ONE_BUCKET, devices_per_host=2, data_parallel_size=2, **exchange)
