@@ -153,11 +153,15 @@ def _mamba_sizes(config: dict[str, Any], names: tuple[str, str, str, str, str]) 
 
 
 def _nemotron_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes by layer: those with KV heads attend, those with a width have experts, others are Mamba-2."""
+    """Return sizes by layer: those with KV heads attend, those with a width have experts, others are Mamba-2.
+
+    llama.cpp requires the epsilon of prediction layers, whether or not a file has such layers.
+    """
     pattern, width = config["hybrid_override_pattern"], config["moe_intermediate_size"]
     return {
         **_mamba_sizes(config, ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")),
         "attention.head_count_kv": [config["num_key_value_heads"] * (letter == "*") for letter in pattern],
+        "attention.layer_norm_epsilon": config["rms_norm_eps"],
         "feed_forward_length": [width * (letter == "E") for letter in pattern],
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
