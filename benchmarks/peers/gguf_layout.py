@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-QWEN3_5, GEMMA_4 = "qwen3_5_moe_text", "gemma4_text"
+QWEN3_5, GEMMA_4, LING_3 = "qwen3_5_moe_text", "gemma4_text", "bailing_hybrid"
 ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "mimo_v2_flash": "mimo2",
     "nemotron_h": "nemotron_h_moe",
     "granitemoehybrid": "granitehybrid",
+    "kimi_linear": "kimi-linear",
+    LING_3: "bailingmoe3",
 }
 """By `model_type`."""
 
@@ -76,6 +78,14 @@ _MAMBA = {
     "out_proj.weight": "ssm_out.weight",
 }
 """Tensors of Mamba-2, by the ends of their names."""
+_KIMI_DELTA = {
+    **{f"{part}_conv1d.weight": f"ssm_conv1d_{part}.weight" for part in "qkv"},
+    "b_proj.weight": "ssm_beta.weight",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+    "o_norm.weight": "ssm_norm.weight",
+}
+"""Tensors of Kimi delta layers but for projections, by the ends of their names."""
 _NORM_AFTER_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
 OTHER_TENSORS = {
     "gpt-oss": _NORM_AFTER_ATTENTION,
@@ -112,11 +122,32 @@ OTHER_TENSORS = {
         "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
         "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
     },
+    "kimi-linear": {
+        **{f"self_attn.{theirs}": ours for theirs, ours in _KIMI_DELTA.items()},
+        **{f"self_attn.{part}_{step}_proj.weight": f"ssm_{part}_{step}.weight" for part in "fg" for step in "ab"},
+        "block_sparse_moe.gate.weight": "ffn_gate_inp.weight",
+        "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
+        **{f"block_sparse_moe.shared_experts.{theirs}": ours.format(kind="_shexp") for theirs, ours in _MLP.items()},
+        "block_sparse_moe.experts.*.w1.weight": "ffn_gate_exps.weight",
+        "block_sparse_moe.experts.*.w3.weight": "ffn_up_exps.weight",
+        "block_sparse_moe.experts.*.w2.weight": "ffn_down_exps.weight",
+    },
+    "bailingmoe3": {
+        **{name.replace("self_attn.", "attention."): ours for name, ours in TENSORS.items() if "self_attn." in name},
+        **{f"attention.{theirs}": ours for theirs, ours in _KIMI_DELTA.items()},
+        "model.word_embeddings.weight": "token_embd.weight",
+        "attention.dense.weight": "attn_output.weight",
+        "attention.f_proj.weight": "ssm_f_a.weight",
+        "mlp.gate.expert_bias": "exp_probs_b.bias",
+    },
 }
 """Further names of tensors, and other ones, by architecture."""
 NEVER_TURNS = 1e30
 """Divisor of the frequency of a pair that does not turn."""
-ALWAYS_WIDE = ("ffn_gate_inp.weight", ".bias", "ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
+ALWAYS_WIDE = (
+    *("ffn_gate_inp.weight", ".bias", "ssm_a", "ssm_d", "ssm_norm.weight", "ssm_conv1d.weight"),
+    *(f"ssm_conv1d_{part}.weight" for part in "qkv"),
+)
 """Float32 in every file, as are vectors."""
 
 _IN_LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.*?)(?:(?<=experts\.)(\d+)(\..*))?$")
@@ -153,7 +184,7 @@ def _frequency_divisors(config: dict[str, Any]) -> np.ndarray:
 
 def _held(part: str, array: np.ndarray, config: dict[str, Any], names: dict[str, str]) -> list[tuple[str, np.ndarray]]:
     """Return llama.cpp's form of a tensor of a layer."""
-    if part == "self_attn.kv_b_proj.weight":
+    if part.endswith(".kv_b_proj.weight"):
         of_heads = array.reshape(config["num_attention_heads"], -1, array.shape[-1])
         keys, values = np.split(of_heads, [config["qk_nope_head_dim"]], axis=1)
         return [("attn_k_b.weight", keys.swapaxes(1, 2)), ("attn_v_b.weight", values)]
@@ -167,10 +198,11 @@ def _held(part: str, array: np.ndarray, config: dict[str, Any], names: dict[str,
         kind = "shexp" if part.startswith("shared") else "exps"
         halves = zip(("gate", "up"), np.split(array, 2, axis=-2), strict=True)
         return [(f"ffn_{name}_{kind}.weight", half) for name, half in halves]
-    if part.startswith(("mixer.", "mamba.")):
-        return [(names[part], _mamba_held(part.partition(".")[2], array, config))]
-    if part.startswith("linear_attn."):
-        return [(names[part], _delta_held(part.removeprefix("linear_attn."), array, config))]
+    if part == "attention.g_proj.weight":
+        is_by_head = len(array) == config["num_attention_heads"]
+        return [("attn_gate.weight" if is_by_head else "ssm_g_a.weight", array)]
+    if held_by := _OF_MIXER.get(part.partition(".")[0]):
+        return [(names[part], held_by(part.partition(".")[2], array, config))]
     if part == "mlp.shared_expert_gate.weight":
         return [(names[part], array.ravel())]
     return [(names[part], array)]
@@ -217,6 +249,22 @@ def _delta_held(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndar
         )
         return np.concatenate([queries_and_keys, by_turns(values)])
     return by_turns(array)
+
+
+def _kimi_delta_held(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """Return a tensor of a Kimi delta or attention layer: rates of decay in a column, negated for Kimi-Linear."""
+    if name != "A_log":
+        return array
+    rates = np.exp(widened(array)).reshape(-1, 1)
+    return rates if config["model_type"] == LING_3 else -rates
+
+
+_OF_MIXER = {
+    **dict.fromkeys(("mixer", "mamba"), _mamba_held),
+    "linear_attn": _delta_held,
+    **dict.fromkeys(("self_attn", "attention"), _kimi_delta_held),
+}
+"""Function that returns llama.cpp's form of a mixer's tensor, by the prefix of the tensor's name."""
 
 
 def widened(array: np.ndarray) -> np.ndarray:

@@ -11,6 +11,8 @@ OTHER_KEYS = {
 """Config keys that some families use under another name."""
 NO_ROTATION = {"rope_theta": 10000.0}
 """Rotation base that a GGUF file must name even for a model without rotation."""
+SIGMOID = 2
+"""llama.cpp's number for scores of experts that are sigmoids."""
 
 
 def sizes_of(config: dict[str, Any]) -> dict[str, int | float | bool | str | list[int]]:
@@ -74,27 +76,69 @@ def _gpt_oss_sizes(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _deepseek_v3_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes with one KV head, the latent with the rotated key; `_mla` are the sizes of a head."""
+def _latent_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of latent attention: a cached row is the latent with the rotated key; `_mla` are of a head."""
     latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
     return {
-        "attention.head_count_kv": 1,
-        "attention.q_lora_rank": config["q_lora_rank"],
         "attention.kv_lora_rank": latent,
         "attention.key_length": latent + rotated,
         "attention.value_length": latent,
         "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
         "attention.value_length_mla": config["v_head_dim"],
         "rope.dimension_count": rotated,
+    }
+
+
+def _biased_expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of experts, shared experts and groups, whose router takes sigmoids and a selection bias."""
+    return {
         "leading_dense_block_count": config["first_k_dense_replace"],
-        "expert_count": config["n_routed_experts"],
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_shared_count": config["n_shared_experts"],
         "expert_group_count": config["n_group"],
         "expert_group_used_count": config["topk_group"],
         "expert_weights_scale": config["routed_scaling_factor"],
         "expert_weights_norm": config["norm_topk_prob"],
-        "expert_gating_func": {"softmax": 1, "sigmoid": 2}[config["scoring_func"]],
+        "expert_gating_func": SIGMOID,
+    }
+
+
+def _deepseek_v3_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return sizes with one KV head, the latent with the rotated key."""
+    return {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        **_latent_sizes(config),
+        "expert_count": config["n_routed_experts"],
+        **_biased_expert_sizes(config),
+    }
+
+
+def _kimi_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return sizes with a KV head, the latent, in the layers that attend, and none in Kimi delta layers."""
+    return {
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in config["layer_types"]],
+        **_latent_sizes(config),
+        "kda.head_dim": config["linear_head_dim"],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "expert_count": config["num_experts"],
+        **_biased_expert_sizes(config),
+    }
+
+
+def _ling_3_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return sizes with a KV head, the latent, in the last layer of each group, and none in Kimi delta layers."""
+    group = config["layer_group_size"]
+    return {
+        "attention.head_count_kv": [int((layer + 1) % group == 0) for layer in range(config["num_hidden_layers"])],
+        **_latent_sizes(config),
+        "kda.head_dim": config["head_dim"],
+        "kda.safe_gate": config["kda_safe_gate"],
+        "kda.gate_lower_bound": config["kda_lower_bound"],
+        "ssm.conv_kernel": config["short_conv_kernel_size"],
+        "expert_count": config["num_experts"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        **_biased_expert_sizes(config),
     }
 
 
@@ -199,6 +243,8 @@ _FAMILY_SIZES = {
     "gemma4_text": _gemma_4_sizes,
     "mimo_v2_flash": _mimo_sizes,
     "nemotron_h": _nemotron_sizes,
+    "kimi_linear": _kimi_sizes,
+    "bailing_hybrid": _ling_3_sizes,
     "granitemoehybrid": _granite_4_sizes,
 }
 

@@ -64,6 +64,19 @@ _GRANITE_4: dict[str, Any] = {
     "logits_scaling": 4.0, "residual_multiplier": 0.22, "position_embedding_type": "nope", "mamba_conv_bias": True,
     "mamba_proj_bias": False, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_groups": 1,
 }  # fmt: skip
+_KIMI: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "rms_norm_eps": 1e-5,
+    "mla_use_nope": True, "q_lora_rank": None, "linear_conv_kernel_dim": 4, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.446,
+}  # fmt: skip
+_LING_3: dict[str, Any] = {
+    "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid", "rms_norm_eps": 1e-6,
+    "rope_theta": 6000000.0, "rope_interleave": True, "q_lora_rank": None, "short_conv_kernel_size": 4,
+    "layer_group_size": 4, "first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "kda_safe_gate": True, "kda_lower_bound": -5.0, "no_kda_lora": True,
+    "gated_attention_proj_granularity_type": "head_wise", "moe_router_enable_expert_bias": True,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
 
 
 def _nemotron(sizes: dict[str, Any], pattern: str, **more: Any) -> dict[str, Any]:
@@ -77,6 +90,13 @@ def _granite_4(sizes: dict[str, Any], *, every: int, **more: Any) -> dict[str, A
     found = _GRANITE_4 | sizes | more
     kinds = ["mamba" if (layer + 1) % every else "attention" for layer in range(found["num_hidden_layers"])]
     return found | {"layer_types": kinds, "tie_word_embeddings": True}
+
+
+def _kimi(sizes: dict[str, Any], *, every: int, **more: Any) -> dict[str, Any]:
+    """Return a config whose every `every`-th layer attends; the others are Kimi delta layers."""
+    found = _KIMI | sizes | more
+    layers = range(1, found["num_hidden_layers"] + 1)
+    return found | {"layer_types": ["linear_attention" if layer % every else "full_attention" for layer in layers]}
 
 
 def _gpt_oss(sizes: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -240,6 +260,49 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "granite-4-mid": _granite_4(
         _MID, every=6, num_key_value_heads=4, mamba_n_heads=32, mamba_d_head=64, mamba_d_state=128,
         intermediate_size=320, shared_intermediate_size=640, num_local_experts=72, num_experts_per_tok=8,
+    ),
+    # Kimi delta layers, and latent attention without rotation in every fourth, a dense first layer:
+    # 1.8 M, 111 M and 939 M
+    "kimi-linear-tiny": _kimi(
+        _TINY, every=4, num_key_value_heads=4, linear_num_heads=4, linear_head_dim=32, kv_lora_rank=32,
+        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, intermediate_size=256, moe_intermediate_size=64,
+        num_experts=16, num_experts_per_tok=4,
+    ),
+    "kimi-linear-small": _kimi(
+        _SMALL, every=4, num_key_value_heads=8, linear_num_heads=8, linear_head_dim=64, kv_lora_rank=512,
+        qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, intermediate_size=1024, moe_intermediate_size=256,
+        num_experts=32, num_experts_per_tok=4,
+    ),
+    "kimi-linear-mid": _kimi(
+        _MID, every=4, num_key_value_heads=16, linear_num_heads=16, linear_head_dim=64, kv_lora_rank=512,
+        qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, intermediate_size=2048, moe_intermediate_size=384,
+        num_experts=64, num_experts_per_tok=8,
+    ),
+    # The same with bounded decays, a gate per head of rotated latent attention, and groups of experts:
+    # 1.8 M, 114 M and 955 M
+    "ling-3-tiny": (
+        _LING_3 | _TINY | {
+            "num_key_value_heads": 4, "head_dim": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16, "v_head_dim": 32, "intermediate_size": 256, "moe_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4, "n_group": 4,
+            "topk_group": 2,
+        }
+    ),
+    "ling-3-small": (
+        _LING_3 | _SMALL | {
+            "num_key_value_heads": 8, "head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64, "v_head_dim": 64, "intermediate_size": 1024, "moe_intermediate_size": 256,
+            "moe_shared_expert_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 4, "n_group": 4,
+            "topk_group": 2,
+        }
+    ),
+    "ling-3-mid": (
+        _LING_3 | _MID | {
+            "num_key_value_heads": 16, "head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64, "v_head_dim": 64, "intermediate_size": 2048, "moe_intermediate_size": 384,
+            "moe_shared_expert_intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8, "n_group": 8,
+            "topk_group": 4,
+        }
     ),
 }  # fmt: skip
 """By the name that follows `synthetic:`."""

@@ -14,6 +14,7 @@ SYNTHETIC_NAMES = tuple(
     name if family == "qwen3" else f"{family}-{name}"
     for family in (
         *("qwen3", "qwen3.5", "olmoe", "deepseek-v3", "gpt-oss", "gemma-4", "mimo-v2-flash", "nemotron-3", "granite-4"),
+        *("kimi-linear", "ling-3"),
     )
     for name in ("tiny", "small", "mid")
 )

@@ -150,6 +150,52 @@ def test_every_number_of_mamba_layers_is_held(size, prefix, tmp_path):
         np.testing.assert_array_equal(held[f"blk.0.{name}"], array)
 
 
+@pytest.mark.parametrize(
+    ("size", "prefix", "sign"),
+    [("kimi-linear-tiny", "model.layers.{}.self_attn.", -1), ("ling-3-tiny", "model.layers.{}.attention.", 1)],
+)
+def test_every_number_of_kimi_delta_layers_is_held(size, prefix, sign, tmp_path):
+    theirs, held, config = named(size, tmp_path)
+    assert sum(array.size for array in held.values()) == sum(array.size for array in theirs.values())
+    sizes, layer = sizes_of(config), prefix.format(1)
+    assert sizes["attention.head_count_kv"] == [0, 0, 0, 1]
+    assert (sizes["kda.head_dim"], sizes["ssm.conv_kernel"], sizes["leading_dense_block_count"]) == (32, 4, 1)
+    expected = {
+        "attn_q.weight": theirs[f"{layer}q_proj.weight"],
+        "ssm_beta.weight": theirs[f"{layer}b_proj.weight"],
+        "ssm_a": sign * np.exp(theirs[f"{layer}A_log"]).reshape(4, 1),
+        "ssm_dt.bias": theirs[f"{layer}dt_bias"],
+        "ssm_conv1d_k.weight": theirs[f"{layer}k_conv1d.weight"],
+        "ssm_norm.weight": theirs[f"{layer}o_norm.weight"],
+        "attn_output.weight": theirs[f"{layer}o_proj.weight"],
+    }
+    for name, array in expected.items():
+        np.testing.assert_array_equal(held[f"blk.1.{name}"], array)
+    kv_b = theirs[f"{prefix.format(3)}kv_b_proj.weight"].reshape(4, 64, 32)
+    np.testing.assert_array_equal(held["blk.3.attn_v_b.weight"], kv_b[:, 32:])
+
+
+def test_gates_and_decays_of_kimi_delta_layers_have_names_of_their_own(tmp_path):
+    theirs, held, _ = named("kimi-linear-tiny", tmp_path / "kimi")
+    for ours, its in (("f_a", "f_a_proj"), ("f_b", "f_b_proj"), ("g_a", "g_a_proj"), ("g_b", "g_b_proj")):
+        np.testing.assert_array_equal(
+            held[f"blk.2.ssm_{ours}.weight"], theirs[f"model.layers.2.self_attn.{its}.weight"]
+        )
+    for ours, its in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        np.testing.assert_array_equal(
+            held[f"blk.2.ffn_{ours}_exps.weight"][7], theirs[f"model.layers.2.block_sparse_moe.experts.7.{its}.weight"]
+        )
+    theirs, held, config = named("ling-3-tiny", tmp_path / "ling")
+    for layer, ours in ((2, "ssm_g_a"), (3, "attn_gate")):
+        np.testing.assert_array_equal(
+            held[f"blk.{layer}.{ours}.weight"], theirs[f"model.layers.{layer}.attention.g_proj.weight"]
+        )
+    np.testing.assert_array_equal(held["blk.2.ssm_f_a.weight"], theirs["model.layers.2.attention.f_proj.weight"])
+    np.testing.assert_array_equal(held["blk.3.attn_output.weight"], theirs["model.layers.3.attention.dense.weight"])
+    sizes = sizes_of(config)
+    assert (sizes["kda.safe_gate"], sizes["kda.gate_lower_bound"], sizes["expert_group_count"]) == (True, -5.0, 4)
+
+
 def test_layers_of_one_part_have_a_norm_and_their_kind_by_sizes(tmp_path):
     _, held, config = named("nemotron-3-tiny", tmp_path)
     sizes, pattern = sizes_of(config), config["hybrid_override_pattern"]

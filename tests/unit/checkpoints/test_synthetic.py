@@ -39,6 +39,8 @@ NUM_PARAMETERS = {
     "mimo-v2-flash-tiny": 1.64e6, "mimo-v2-flash-small": 113e6, "mimo-v2-flash-mid": 954e6,
     "nemotron-3-tiny": 1.82e6, "nemotron-3-small": 118e6, "nemotron-3-mid": 982e6,
     "granite-4-tiny": 2.12e6, "granite-4-small": 106e6, "granite-4-mid": 962e6,
+    "kimi-linear-tiny": 1.8e6, "kimi-linear-small": 111e6, "kimi-linear-mid": 939e6,
+    "ling-3-tiny": 1.85e6, "ling-3-small": 114e6, "ling-3-mid": 955e6,
 }  # fmt: skip
 
 
