@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,11 @@ no_float32 = pytest.importorskip("tests.parity.float64", reason="float64 is torc
 
 pytestmark = pytest.mark.parity
 
-CASES = ("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0", "nemotron_h-0", "nemotron_h-1")
-"""The second checkpoint ends with a recurrent layer; the last one has latent experts."""
+CASES = [
+    *("qwen3_next-0", "qwen3_next-1", "qwen3_5_moe_text-0", "nemotron_h-0", "nemotron_h-1"),
+    *(pytest.param(f"bailing_hybrid-{variant}", marks=pytest.mark.slow) for variant in range(3)),
+]
+"""qwen3_next-1 and bailing_hybrid-2 end with a recurrent layer; nemotron_h-1 has latent experts."""
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_running_requests": PLAIN.num_rows,
@@ -118,7 +122,51 @@ class NemotronPrediction:
         return parts["1_final_layernorm"](parts["1"](hidden))
 
 
-def exact_copy(reference: PredictionReference | NemotronPrediction) -> PredictionReference | NemotronPrediction:
+class LingPrediction:
+    """A model of transformers with a random prediction layer of Ling 3.0: latent attention and experts."""
+
+    def __init__(self, model: Any, *, seed: int) -> None:
+        config = copy.deepcopy(model.config)
+        config.mlp_layer_types = ["sparse"] * config.num_hidden_layers
+        self.model = model
+        norm_class, width = type(model.model.norm), config.hidden_size
+        norms = {name: norm_class(width, eps=config.rms_norm_eps) for name in ("enorm", "hnorm", "final_layernorm")}
+        layer = type(model.model.layers[0])(config, config.layer_types.index("full_attention"))
+        fc = torch.nn.Linear(2 * width, width, bias=False)
+        self.parts = torch.nn.ModuleDict({**norms, "eh_proj": fc, "layer": layer}).eval()
+        live.perturb(self.parts, torch.Generator().manual_seed(seed), width=width)
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Tensors of the layer behind the last one, with the names that transformers writes for a layer."""
+        longer = copy.deepcopy(self.model)
+        prefix = f"model.layers.{len(longer.model.layers)}."
+        longer.model.layers.append(self.parts["layer"])
+        with tempfile.TemporaryDirectory() as directory:
+            longer.save_pretrained(directory)
+            saved = load_file(Path(directory) / "model.safetensors")
+        joining = {f"{name}.weight": self.parts[name] for name in ("enorm", "hnorm", "final_layernorm", "eh_proj")}
+        return {name: array for name, array in saved.items() if name.startswith(prefix)} | {
+            prefix + name: part.weight.detach().numpy() for name, part in joining.items()
+        }
+
+    def step(self, token_ids: Any, features: Any) -> Any:
+        """Return the features of the next tokens."""
+        parts, length = self.parts, token_ids.shape[1]
+        embedded = parts["enorm"](self.model.model.embed_tokens(token_ids))
+        hidden = parts["eh_proj"](torch.cat([embedded, parts["hnorm"](features)], dim=-1))
+        positions = torch.arange(length)[None]
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        rotation = self.model.model.rotary_emb(hidden, positions)
+        hidden = parts["layer"](hidden, position_embeddings=rotation, attention_mask=mask, position_ids=positions)
+        return parts["final_layernorm"](hidden)
+
+
+Reference = PredictionReference | NemotronPrediction | LingPrediction
+REFERENCES: dict[str, type[Reference]] = {"nemotron_h": NemotronPrediction, "bailing_hybrid": LingPrediction}
+"""By family, where it has one of its own."""
+
+
+def exact_copy(reference: Reference) -> Reference:
     """Return a copy of the layer and its model in float64; call it within `no_float32`."""
     copied = copy.deepcopy(reference)
     for module in (copied.model, copied.parts):
@@ -127,9 +175,7 @@ def exact_copy(reference: PredictionReference | NemotronPrediction) -> Predictio
 
 
 @torch.no_grad()
-def ahead(
-    reference: PredictionReference | NemotronPrediction, token_ids: Sequence[int], count: int
-) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def ahead(reference: Reference, token_ids: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Return features [count, D], logits [count, V] and ids of `count` drafts after a sequence."""
     model, known = reference.model, list(token_ids[1:])
     made = model.model(torch.tensor([list(token_ids[:-1])]), use_cache=False).last_hidden_state
@@ -149,17 +195,16 @@ def difference(found: np.ndarray, exact: np.ndarray) -> float:
     return float(np.abs(found - exact).max() / np.abs(exact).max())
 
 
-def written(name: str, directory: Path) -> tuple[Path, PredictionReference | NemotronPrediction]:
+def written(name: str, directory: Path) -> tuple[Path, Reference]:
     """Write a model with a random prediction layer; return its path and the layer."""
     case = next(case for case in FAMILY_CASES if case.name == name)
     config = AutoConfig.for_model(case.family, **copy.deepcopy(case.config))
     model = live.FamilyReference(live.random_model(config, seed=case.variant + 1))
     path = model.save(directory)
-    is_nemotron = case.family == "nemotron_h"
-    reference = (NemotronPrediction if is_nemotron else PredictionReference)(model.model, seed=7)
+    reference = REFERENCES.get(case.family, PredictionReference)(model.model, seed=7)
     tensors = load_file(path / "model.safetensors") | reference.tensors()
     fused = "mtp.layers.0.mlp.experts.gate_up_proj"
-    assert is_nemotron or fused in tensors, "beside a decoder with a tensor per expert"
+    assert case.family in REFERENCES or fused in tensors, "beside a decoder with a tensor per expert"
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path, reference
 
