@@ -62,8 +62,9 @@ def compared_server(model: str = MODEL, topology: str = SLICE, *, tp: int = 0, *
         {"max_model_len": 4096, "num_pages": 100},
         {"precompile_bs_paddings": [16], "max_step_tokens": 512},
         {"host_cache_mib": 100, "enable_prefix_caching": False},
+        {"enable_return_routed_experts": True},
     ],
-    ids=["defaults", "few pages", "fewer steps", "host pages"],
+    ids=["defaults", "few pages", "fewer steps", "host pages", "rows of routed experts"],
 )
 def test_a_server_whose_compiled_steps_were_compared_is_accepted(values: dict[str, Any]):
     served = compared_server(**values)
@@ -71,13 +72,11 @@ def test_a_server_whose_compiled_steps_were_compared_is_accepted(values: dict[st
     check_invariance(served)
 
 
-def test_the_config_for_eight_chips_is_accepted_unless_it_captures_routing():
+def test_the_config_for_eight_chips_is_accepted():
     case = case_of_config(ROOT / "configs/qwen3_30b_a3b_v6e8.yaml")
-    given = replace(case.settings, compile=replace(case.settings.compile, invariant_products="on"))
-    with pytest.raises(SettingsError, match=f"enable_return_routed_experts True: {COMPARED_WITH} with False"):
-        check_invariance(lay_out(replace(case, settings=given)))
-    without = replace(given, replay=replace(given.replay, enabled=False))
-    check_invariance(lay_out(replace(case, settings=without)))
+    assert case.settings.replay.enabled
+    compiling = replace(case.settings.compile, invariant_products="on")
+    check_invariance(lay_out(replace(case, settings=replace(case.settings, compile=compiling))))
 
 
 def test_only_the_base_of_the_rotation_may_be_another():
@@ -112,7 +111,10 @@ def test_models_whose_compiled_steps_were_not_compared_are_refused_by_name(model
         ({"max_step_tokens": 2048}, "step prefill_2048"),
         ({"precompile_bs_paddings": [6, 16]}, "step decode_6"),
         ({"structured_output": False}, "structured_output False"),
-        ({"enable_return_routed_experts": True}, "enable_return_routed_experts True"),
+        (
+            {"enable_return_routed_experts": True, "enable_return_router_gates": True},
+            "enable_return_router_gates True",
+        ),
         ({"enable_return_hidden_states": True}, "enable_return_hidden_states True"),
         ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm NGRAM"),
         ({"enable_eplb": True}, "enable_eplb True"),

@@ -47,7 +47,10 @@ class ComparedServer:
     """Versions of packages that compile."""
 
 
-COMPARED = (ComparedServer("qwen3-30b-a3b", "v6e", 8),)
+COMPARED = (
+    ComparedServer("qwen3-30b-a3b", "v6e", 8),
+    ComparedServer("qwen3-30b-a3b", "v6e", 8, {"enable_return_routed_experts": True}),
+)
 """Compared by `rayserve-moe compile-check --row-sums --invariant-products on`, with all steps and all layers."""
 
 
