@@ -57,8 +57,9 @@ Of Gemma 4 the models with experts are served (26B-A4B). The heads of its layers
 In Nemotron-3 (`mamba2`) a layer is one of Mamba-2, attention, an MLP or experts. Layer ids and routing rows count all
 of them. The step of a token is at least `time_step_min`, for prompts and single tokens; transformers bounds prompts
 only. `NEXTN` drafts with a prediction layer of attention and experts (`mtp_hybrid_override_pattern` `*E`). On TPUs,
-XLA computes the recurrence in pieces of up to 8 tokens, one after the other. Experts without a gate are multiplied by
-`grouped_ffn` or `ragged_dot`, without the fused exchanges.
+XLA computes the recurrence in pieces of up to 8 tokens, one after the other, and
+[copies states](figures/families.md#how-to-read-it). Experts without a gate are multiplied by `grouped_ffn` or
+`ragged_dot`, without the fused exchanges.
 
 `swa` is grouped attention of layers with windows whose rotation or heads differ from the other layers.
 
