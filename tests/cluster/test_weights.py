@@ -48,7 +48,7 @@ from tests.support.checkpoints.broken_checkpoints import WAYS, broken_copy
 from tests.support.engine.step_gate import unhurried
 
 UPDATED_WITHIN_S = 900.0
-STEP_S = 0.5
+STEP_S = 2.0
 """Delay of each step while weights change. 65 steps remain then."""
 LONG = SamplingParams(max_new_tokens=90, temperature=0.0, ignore_eos=True)
 

@@ -64,11 +64,14 @@ def test_prompts_choose_in_place(chip: str):
 @pytest.mark.parametrize("chip", CHIP_CASES)
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_prompts_attend_their_choice_in_one_kernel(chip: str, num_heads: int):
-    """No mask is materialised: it would take a byte for each of 512 queries and 65,536 keys."""
+    """No mask is materialised: it would take a byte for each of 512 queries and 65,536 keys.
+
+    Beside two copies of queries XLA holds page tables and positions, less than a MiB.
+    """
     compiled = compile_kernel(chip, PROMPTS, num_heads, num_queries=PROMPT_BLOCK)
     assert kernels_of(text_of(compiled)) == {PROMPTS: 1}
     queries_bytes = TOKENS * PROMPT_BLOCK * num_heads * latent_lanes(576) * 2
-    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * queries_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * queries_bytes + (1 << 20)
     opcodes = {one.opcode for part in text_of(compiled).computations.values() for one in part}
     assert not opcodes & {"while", "conditional", "scatter", "sort"}
 

@@ -355,7 +355,7 @@ DEVICE_FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", list(DEVICE_FAULTS))
 def test_faults_on_the_devices_would_be_seen(core_checkpoint, speculating: Engine, fault: str):
-    requests = random_requests(5, count=12, layout=speculating.card.routing)
+    requests = random_requests(5, count=36, layout=speculating.card.routing)
     plain = run_together(speculating.runner, speculating.card, requests, way=PLAIN)
     modules, name, faulty = DEVICE_FAULTS[fault]
     kept = {"num_pages": 200, "page_size": PAGE_SIZE, "enable_return_routed_experts": True, "compile_cache": "off"}
