@@ -17,7 +17,7 @@ def test_no_product_takes_more_bundles_than_the_baseline(chip):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_products_wait_for_memory(chip):
-    """Of 16 tokens; those of 128 take up to 1.3 times as long: eight heads on one of two cores, and on tpu7x."""
+    """With 16 tokens. With 128, eight heads on one of two cores may take 1.3 times as long, and so may tpu7x."""
     found = BASELINE.committed()[chip]
     for model in MODELS:
         for num_tokens in TOKENS:

@@ -1,4 +1,4 @@
-"""What the TPU compiler says about the order of its own products and sums, and that blocks of rows fix it."""
+"""Programs compiled for TPUs name the order of XLA's products and sums, and blocks of rows fix that order."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from rayserve_moe.model.spec import MixerSpec, ModelSpec
 NUM_PAGES = 64
 """Pages of the pools that are compared. No sum depends on their number."""
 FLAGS_OF_CPUS = ("--xla_cpu_", "--xla_force_host_platform_device_count=", "--xla_backend_optimization_level=")
-"""Beginnings of the flags in XLA_FLAGS that do not change programs for TPUs."""
+"""Prefixes of flags in XLA_FLAGS that do not change programs for TPUs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ComparedServer:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Settings that are not defaults."""
     versions: Mapping[str, str] = field(default_factory=lambda: {"jax": "0.10.2", "libtpu": "0.0.42.1"})
-    """Versions of packages that compile."""
+    """Versions of the packages that compile programs."""
 
 
 COMPARED = (
@@ -91,7 +91,7 @@ def _named_differences(served: ServedModel, known: ComparedServer) -> Iterator[s
 
 
 def _other_differences(served: ServedModel, known: ComparedServer) -> Iterator[str]:
-    """Yield the programs that are not those of a compared server without named differences."""
+    """Yield programs that differ from those of a compared server though no setting in `settings_of` does."""
     reference = _served_like(served, known)
     keys, steps = _keys_of(reference), ", ".join(map(step_name, reference.shapes))
     for name, key in _keys_of(served).items():
@@ -153,7 +153,7 @@ def _chip_of(served: ServedModel) -> str:
 
 
 def _compiler_flags() -> list[str]:
-    """Return what the environment asks of the compiler of TPUs."""
+    """Return the flags and the precision that the environment sets for the TPU compiler."""
     flags = [flag for flag in variable("XLA_FLAGS").split() if not flag.startswith(FLAGS_OF_CPUS)]
     precision = jax.config.values["jax_default_matmul_precision"]
     return [*flags, *variable("LIBTPU_INIT_ARGS").split(), *([f"matmul precision {precision}"] if precision else [])]

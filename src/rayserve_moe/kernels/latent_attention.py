@@ -68,9 +68,9 @@ def absorb(  # noqa: PLR0913 (by keyword)
     query_scale_T: jax.Array | None = None,
     by_rows: ByRows = at_once,
 ) -> jax.Array:
-    """Multiply queries [T, H] into the latent space, and rotate what meets the shared key: float32 [T, A, C + r].
+    """Multiply queries [T, H] into the latent space, and rotate the rest: float32 [T, A, C + r].
 
-    A kernel may return rounded queries with zeros behind them. `query_scale_T` multiplies the queries of a token.
+    A kernel may round queries and pad them with zeros. `query_scale_T` multiplies the queries of a token.
     """
     queries_TH, k_b_HC = _slice_after(queries_TH, stacked.of_layers["k_b_LHC"], stacked.layer)
 

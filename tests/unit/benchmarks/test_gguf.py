@@ -200,7 +200,7 @@ def test_layers_of_one_part_have_a_norm_and_their_kind_by_sizes(tmp_path):
     _, held, config = named("nemotron-3-tiny", tmp_path)
     sizes, pattern = sizes_of(config), config["hybrid_override_pattern"]
     assert [layer for layer, heads in enumerate(sizes["attention.head_count_kv"]) if heads] == [pattern.index("*")]
-    assert sizes["attention.layer_norm_epsilon"] == config["layer_norm_epsilon"], "required beside that of RMS norms"
+    assert sizes["attention.layer_norm_epsilon"] == config["layer_norm_epsilon"], "llama.cpp requires both epsilons"
     assert "".join("E" if width else "M" for width in sizes["feed_forward_length"]).replace("E", "") == "MMMM"
     for layer, letter in enumerate(pattern):
         own = {"M": "ssm_in.weight", "*": "attn_k.weight", "E": "ffn_up_exps.weight"}[letter]

@@ -28,7 +28,7 @@ SET_HEADS = 16
 """Heads of a set: whole registers of 16-bit numbers."""
 MAX_TILE_TOKENS = 128
 MAX_TOKENS = 1024
-"""Most tokens of a call; XLA multiplies more by itself."""
+"""Maximum number of tokens of a call. XLA multiplies larger calls."""
 VMEM_BYTES = 48 << 20
 
 
@@ -41,9 +41,10 @@ def absorb(
     interpret: Any = False,
     **_: Any,
 ) -> jax.Array:
-    """Compute `latent_attention.absorb` for calls that `unsupported_absorb` accepts: rounded, with zeros behind.
+    """Compute `latent_attention.absorb` for calls that `unsupported_absorb` accepts.
 
-    `interpret` (see `pallas_call`) runs it without a TPU.
+    Queries are rounded, and padded with zeros to whole registers. `interpret` (see `pallas_call`) runs it without a
+    TPU.
 
     Returns: [T, A, X].
     """
@@ -118,7 +119,7 @@ def _wide(rows: int, lanes: int) -> list[Any]:
 
 
 def _matrices(rows: int, latent: int) -> pl.BlockSpec:
-    """Return the block spec of the matrices of a set of heads, of the layer that the scalar names."""
+    """Return the block spec of a set's matrices in the layer that is given as a scalar."""
     return pl.BlockSpec((None, rows, latent), lambda of, _, layer: (layer[0], of, 0))
 
 
@@ -140,7 +141,7 @@ def heads_of_a_set(num_heads: int) -> int:
 def angles_of_lanes(rotation: Rotation, width: int, lanes: int, *, interleaved: bool) -> tuple[jax.Array, jax.Array]:
     """Return the factors of each lane itself and of its partner in a rotated pair, float32 [T, Y].
 
-    The lanes hold `width` elements, of which the first rotate, and zeros.
+    Lanes hold `width` elements, then zeros. Only the first elements rotate.
     """
     cos_Tr, sin_Tr = rotation
     pairs = [(cos_Tr, cos_Tr), (-sin_Tr, sin_Tr)]
@@ -155,7 +156,7 @@ def angles_of_lanes(rotation: Rotation, width: int, lanes: int, *, interleaved: 
 
 
 def _absorb(*refs: Any, config: LatentConfig, pairs: int) -> None:
-    """Multiply and rotate head by head. Heads are stored between rows of others, which takes rows of 32 bits."""
+    """Multiply and rotate head by head. Rows of other heads lie between those of a head, so rows have 32 bits."""
     _, queries, own, partners, matrices, out, *wide = refs
     num_tokens, num_heads, _ = out.shape
     width, nope = queries.shape[1] // num_heads, config.nope_dim

@@ -52,7 +52,7 @@ def attend_groups(  # noqa: PLR0913 (arrays, by keyword)
 ) -> tuple[jax.Array, jax.Array]:
     """Attend as `paged_attention.attend_new`, single tokens in the groups that are described for each call.
 
-    The result of padding is undefined: selecting what is defined would read and write all of it once more.
+    The result of padding is undefined: a select would read and write all results once more.
     """
     assert places.together is not None and places.described is not None, "groups are described ahead of all layers"
     layout = layout_for(kv_pages, queries_UHh.shape[2], knobs)
@@ -126,7 +126,7 @@ def _call(  # noqa: PLR0913 (arrays, by keyword)
 
 
 def _tokens(queries_UCRK: jax.Array, shape: TileShape) -> pl.BlockSpec:
-    """Return the block spec of the most queries that a group may have, from its first on or a few ahead of it."""
+    """Return the block spec of a group's queries; a group near the end gets queries ahead of its first."""
     num_tokens, *sizes = queries_UCRK.shape
     num_given = min(shape.num_queries, num_tokens)
 

@@ -308,7 +308,7 @@ def _wide(same_ML: jax.Array, width: int) -> jax.Array:
 
 
 def first_given(start: jax.Array, num_tokens: int, num_given: int) -> jax.Array:
-    """Return the first of the `num_given` tokens that a group from token `start` on is given; all are real tokens."""
+    """Return the first of `num_given` tokens whose queries a group gets; the group begins at token `start`."""
     return jnp.minimum(start, num_tokens - num_given)
 
 
@@ -317,7 +317,7 @@ class GroupTokens:
     """References of a group's tokens: their queries, and the way of their results to HBM."""
 
     given: Any
-    """Queries [Q, C, R, K] of a group and of tokens behind it, or ahead of it if fewer are behind."""
+    """Queries [Q, C, R, K] of a group and its neighbours (`first_given`)."""
     tile: Any
     """The tile [1, C, T, K] of these queries."""
     out: Any
@@ -337,7 +337,7 @@ class GroupTokens:
     def lay_out(self, start: jax.Array) -> None:
         """Put the rows of the queries from token `start` on below each other into the tile.
 
-        What stands there for tokens beyond the group does not matter.
+        Rows of tokens beyond the group are ignored.
         """
         num_given, num_sets, num_rows, _ = self.given.shape
         num_queries, num_ahead = self.staged.shape[0], start - first_given(start, self.out.shape[0], num_given)
