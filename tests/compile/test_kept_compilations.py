@@ -47,10 +47,15 @@ def test_another_program_chip_or_line_of_source_is_compiled(folder: Path) -> Non
     assert len([*folder.iterdir()]) == 5
 
 
-DAMAGED = [b"", b"no gzip", gzip.compress(b'{"text": "half'), gzip.compress(b'{"size": 1}')]
+DAMAGED = {
+    "empty": b"",
+    "no gzip": b"no gzip",
+    "half a document": gzip.compress(b'{"text": "half'),
+    "a document without the text": gzip.compress(b'{"size": 1}'),
+}
 
 
-@pytest.mark.parametrize("damaged", [None, *DAMAGED])
+@pytest.mark.parametrize("damaged", [None, *DAMAGED.values()], ids=["whole", *DAMAGED])
 def test_what_is_on_disk_is_read_unless_it_is_damaged(folder: Path, damaged: bytes | None) -> None:
     changed = gzip.compress(json.dumps({"text": "as it is on disk", "memory": {}}).encode())
     texts = []

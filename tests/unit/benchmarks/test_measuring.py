@@ -60,8 +60,9 @@ def test_a_run_returns_the_ids_that_came_out_and_its_share_of_the_clock(engine):
     again, same_ids = run_engine(engine, workload, prompts=prompts, seed=3)
     assert ids == same_ids
     assert [len(one) for one in ids] == [5] * 4
-    assert 5 <= again["steps"] <= run["steps"]
-    assert 0 < run["device_s"] < run["seconds"]
+    for each in (run, again):
+        assert 5 <= each["steps"] <= 2 * 5, "the second request may come any number of steps after the first"
+        assert 0 < each["device_s"] < each["seconds"]
 
 
 def test_routing_of_another_size_is_refused():
