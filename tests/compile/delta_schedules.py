@@ -1,4 +1,4 @@
-"""Bundles of the kernel of gated delta layers, by libtpu's schedules, and their baseline.
+"""Bundles of the kernel of gated delta and Mamba-2 layers, by libtpu's schedules, and their baseline.
 
     python -m tests.compile.delta_schedules [CHIP ...]
 
@@ -7,7 +7,9 @@ writes the baseline of chips, or of all of them, anew: after a change that is me
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,43 +33,72 @@ from tests.compile.schedule_baselines import ScheduleBaseline
 from tests.compile.topologies import compile_for, text_of
 
 TOKENS, ROWS, ENTRIES, WIDTH = 16, 24, 63, 128
+
+
+class Heads(NamedTuple):
+    """Sizes of a layer on a device."""
+
+    num_key_heads: int
+    num_heads: int
+    num_decays: int = 1
+    """Decays of a head."""
+    value_dim: int = WIDTH
+    delta: bool = True
+    """False for Mamba-2."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of rows of values, which fill the lanes."""
+        return self.num_heads * self.value_dim // WIDTH
+
+    @property
+    def input_rows(self) -> tuple[int, int]:
+        """Return the number and the width of the rows that inputs of the convolution lie in."""
+        channels = 2 * WIDTH + self.num_heads // self.num_key_heads * self.value_dim
+        if self.delta:
+            return self.num_key_heads, channels
+        return 8 * math.ceil(self.num_key_heads * channels / (8 * WIDTH)), WIDTH
+
+
 HEADS = {
-    "of 35B": (16, 32),
-    "of 397B": (16, 64),
-    "of 35B over 2": (8, 16),
-    "of 35B over 8": (2, 4),
-    "of Kimi-Linear": (32, 32, WIDTH),
-    "of Kimi-Linear over 8": (4, 4, WIDTH),
+    "of 35B": Heads(16, 32),
+    "of 397B": Heads(16, 64),
+    "of 35B over 2": Heads(8, 16),
+    "of 35B over 8": Heads(2, 4),
+    "of Kimi-Linear": Heads(32, 32, WIDTH),
+    "of Kimi-Linear over 8": Heads(4, 4, WIDTH),
+    "of Nemotron-3 Nano": Heads(8, 64, value_dim=64, delta=False),
+    "of Nemotron-3 Nano over 4": Heads(2, 16, value_dim=64, delta=False),
+    "of Granite 4": Heads(1, 128, value_dim=64, delta=False),
 }
-"""Numbers of key heads, value heads and, if more than 1, decays of a head."""
 
 
-def shapes_of(key_heads: int, heads: int, num_decays: int = 1) -> tuple[DeltaPools, DeltaTokens, Pieces]:
+def shapes_of(of: Heads) -> tuple[DeltaPools, DeltaTokens, Pieces]:
     """Return the shapes of a call."""
-    channels = 2 * WIDTH + heads // key_heads * WIDTH
+    key_heads, heads, num_decays = of.num_key_heads, of.num_heads, of.num_decays
     of_rows = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     pools = DeltaPools(
-        of_rows((ENTRIES, heads, WIDTH, WIDTH)),
-        of_rows((ENTRIES, 3, key_heads, channels)),
+        of_rows((ENTRIES, of.num_blocks, WIDTH, WIDTH)),
+        of_rows((ENTRIES, 3, *of.input_rows)),
         of_rows((ROWS, CHUNK, key_heads, WIDTH)),
-        of_rows((ROWS, CHUNK, heads, WIDTH)),
+        of_rows((ROWS, CHUNK, of.num_blocks, WIDTH)),
         of_rows((ROWS, heads, WIDTH) if num_decays == 1 else (ROWS, CHUNK, heads, WIDTH)),
-        of_rows((ROWS, WINDOW_ROWS, key_heads, channels)),
+        of_rows((ROWS, WINDOW_ROWS, *of.input_rows)),
     )
     narrow = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    keys, values = (narrow((TOKENS, count, WIDTH)) for count in (key_heads, heads))
+    keys, values = narrow((TOKENS, key_heads, WIDTH)), narrow((TOKENS, heads, of.value_dim))
     decays, betas = of_rows((TOKENS, heads, num_decays)), of_rows((TOKENS, heads))
-    tokens = DeltaTokens(keys, keys, values, decays, betas, narrow((TOKENS, key_heads, channels)))
+    tokens = DeltaTokens(keys, keys, values, decays, betas, narrow((TOKENS, *of.input_rows)))
     ints = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
     return pools, tokens, Pieces(*[ints] * 5, RowEntries(*[ints] * 3))
 
 
-def compile_step(chip: str, heads: tuple[int, ...]) -> jax.stages.Compiled:
+def compile_step(chip: str, heads: Heads) -> jax.stages.Compiled:
     """Compile a call with donated pools for a chip."""
-    pools, *given = shapes_of(*heads)
+    pools, *given = shapes_of(heads)
 
     def step(pools: DeltaPools, tokens: DeltaTokens, pieces: Pieces, first_entry: jax.Array, first_row: jax.Array):
-        return advance_tokens(tokens, pools, pieces, layer=(first_entry, first_row))
+        return advance_tokens(tokens, pools, pieces, layer=(first_entry, first_row), delta=heads.delta)
 
     place = jax.ShapeDtypeStruct((), jnp.int32)
     return compile_for(chip, step, pools, *given, place, place, donate=0)

@@ -107,16 +107,22 @@ def test_sinks_and_latents_are_attended_where_they_lie(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "topology"),
-    [("qwen3.5-35b-a3b", "v6e:2x4"), ("qwen3.5-35b-a3b", "v5p:2x2x1"), ("kimi-linear-48b-a3b", "v6e:2x4")],
+    ("model", "topology", "num_layers", "num_states"),
+    [
+        ("qwen3.5-35b-a3b", "v6e:2x4", 8, 6),
+        ("qwen3.5-35b-a3b", "v5p:2x2x1", 8, 6),
+        ("kimi-linear-48b-a3b", "v6e:2x4", 8, 6),
+        ("nemotron-3-nano-30b-a3b", "v6e:2x2", 7, 3),
+        ("granite-4.0-h-small", "v6e:2x2", 6, 5),
+    ],
 )
-def test_states_and_rings_are_advanced_where_they_lie(model, topology):
-    """Two periods of a hybrid model, with and without prompts."""
+def test_states_and_rings_are_advanced_where_they_lie(model, topology, num_layers, num_states):
+    """A period or two of a hybrid model, with and without prompts."""
     settings = {"max_running_requests": 8, "max_step_tokens": 128, "page_size": 64}
-    case = case_of(model, topology, settings, num_layers=8)
+    case = case_of(model, topology, settings, num_layers=num_layers)
     for program in check(case, names=("decode_8", "prefill_128")).programs:
         assert_sound(program)
-        assert program.kernels["delta_rule"] == 6
+        assert program.kernels["delta_rule"] == num_states
 
 
 @pytest.mark.slow

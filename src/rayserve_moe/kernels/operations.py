@@ -135,6 +135,10 @@ class RecurrenceKernels:
     """The whole Mamba-2 layer (`cpu_native.mamba2_call.advance_layer`). May be absent."""
     decay_places: int = 0
     """Places of a head in a ring of decays [R, H, places]; 0 for rings [R, C, H, 1] (`gated_delta.DeltaPools`)."""
+    tile: tuple[int, int] | None = None
+    """Rows and lanes of a tile. Pools of Mamba-2 layers pack values of several heads into rows of this width, and pad
+    each device's inputs of the convolution to a multiple of this many rows, so that their shape depends on the number
+    of tensor parallel devices. None: a row for a head, and for a group."""
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,7 @@ TPU = replace(
     recurrence=RecurrenceKernels(
         advance=ADVANCE.with_first(Candidate("delta_rule", delta_rule.advance_tokens, delta_rule.unsupported_reason)),
         decay_places=LANES,
+        tile=(8, LANES),
     ),
     pool=PoolKernels(dtypes={"float8_e4m3fn": kv_pool.PAIRED}),
     # XLA lays out a table of other widths by columns if that is smaller, and copies it to look up rows; so it does

@@ -1,4 +1,4 @@
-"""Gated delta layers in the TPU kernel, interpreted, next to the reference, and next to itself in other steps.
+"""Gated delta and Mamba-2 layers in the TPU kernel, interpreted, next to the reference and to itself in other steps.
 
     python -m tests.support.kernels.delta_rule CASE ...
 
@@ -7,6 +7,7 @@ prints the outcome of each case, as JSON. It is a process of its own: see `low_l
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.gated_delta import (
     CHUNK,
+    PIECE,
     WINDOW_ROWS,
     DeltaPools,
     DeltaTokens,
@@ -32,8 +34,9 @@ from rayserve_moe.kernels.reference.gated_delta import (
     cut_pieces,
 )
 from rayserve_moe.kernels.table import CPU, KERNELS, TPU
-from rayserve_moe.kernels.tpu import delta_rule, delta_visits
+from rayserve_moe.kernels.tpu import delta_rule, delta_state_space, delta_visits
 from rayserve_moe.kernels.tpu.delta_call import NUM_BUFFERS
+from rayserve_moe.kernels.tpu.delta_products import iota
 from tests.support.engine.host_runners import WAY, card_of, prepared_runner
 from tests.support.engine.run_requests import run_together
 from tests.support.engine.workload import draw_prompt, request_for
@@ -65,6 +68,22 @@ class DeltaCase:
     """Tokens whose values are infinite."""
     by_element: bool = False
     """True for a decay per element of a key."""
+    delta: bool = True
+    """False for Mamba-2."""
+    value_dim: int = WIDTH
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of rows of values, which fill the lanes."""
+        return self.num_heads * self.value_dim // WIDTH
+
+    @property
+    def input_rows(self) -> tuple[int, int]:
+        """Return the number and the width of the rows that inputs of the convolution lie in."""
+        channels = 2 * WIDTH + self.num_heads // self.num_key_heads * self.value_dim
+        if self.delta:
+            return self.num_key_heads, channels
+        return 8 * math.ceil(self.num_key_heads * channels / (8 * WIDTH)), WIDTH
 
     @property
     def num_decays(self) -> int:
@@ -74,6 +93,7 @@ class DeltaCase:
 
 SINGLES = DeltaCase(((0, 1), (5, 1), (8, 1), (17, 1), (0, 0), (62, 1), (63, 1), (64, 1), (129, 1), (192, 1), (7, 1)))
 DRAFTS = DeltaCase(((100, 4), (0, 0), (3, 1), (14, 4), (0, 3), (188, 4), (0, 0), (64, 4), (61, 3), (62, 6)))
+MAMBA: dict[str, Any] = {"num_heads": 16, "num_key_heads": 2, "delta": False, "value_dim": 64}
 CASES = {
     "few": DeltaCase(((5, 1), (0, 0), (64, 1), (62, 4))),
     "singles": SINGLES,
@@ -104,6 +124,18 @@ CASES = {
     "rows by element that begin at an entry": replace(
         SINGLES, chains=((64, 1), (65, 1), (127, 2), (128, 1)), source_base=64, by_element=True, unsound=(2,)
     ),
+    "few without delta": DeltaCase(((5, 1), (0, 0), (64, 1), (62, 4)), **MAMBA),
+    "singles of two heads in a row in bfloat16": replace(SINGLES, **MAMBA, dtype="bfloat16"),
+    "drafts of 32 heads of one key head on two cores": replace(
+        DRAFTS, **{**MAMBA, "num_heads": 32, "num_key_heads": 1}, num_cores=2
+    ),
+    "prompts without delta beside drafts": replace(
+        DRAFTS, chains=((63, 2), (0, 0), (10, 1)), prompts=((50, 20), (128, 5)), **MAMBA, unsound=(1,)
+    ),
+    "rows of wide heads without delta that begin at an entry": replace(
+        SINGLES, chains=((64, 1), (65, 1), (127, 2), (128, 1)), source_base=64, delta=False, dtype="bfloat16"
+    ),
+    "four heads in a row": replace(SINGLES, **{**MAMBA, "value_dim": 32}),
 }
 
 
@@ -128,15 +160,15 @@ class DeltaArrays:
         bases = np.where(firsts >= case.source_base, case.source_base, 0)
         sources = np.where(bases > 0, num_rows + rows, 0)
         self.layer = jnp.int32(LAYER * 2 * num_rows), jnp.int32(LAYER * num_rows)
-        self.pools = self._pools_of(case, num_rows, channels=2 * WIDTH + heads // key_heads * WIDTH)
+        self.pools = self._pools_of(case, num_rows)
         entries = RowEntries(*(jnp.asarray(each, jnp.int32) for each in (rows, sources, bases)))
         self.pieces = cut_pieces(
             jnp.asarray(positions), jnp.asarray(rows), entries, num_singles=num_singles, block_tokens=BLOCK
         )
-        values = self._normal(num_tokens, heads, WIDTH)
+        values = self._normal(num_tokens, heads, case.value_dim)
         values[list(case.unsound)] = np.inf
         units = (self._unit(num_tokens, key_heads, WIDTH) for _ in range(2))
-        inputs = self._normal(num_tokens, key_heads, self.pools.inputs_RJKW.shape[-1])
+        inputs = self._normal(num_tokens, *case.input_rows)
         decays = -np.abs(self._normal(num_tokens, heads, case.num_decays)) * 0.3
         betas = 1 / (1 + np.exp(-self._normal(num_tokens, heads)))
         queries, keys = (jnp.asarray(each, case.dtype) for each in units)
@@ -150,23 +182,23 @@ class DeltaArrays:
         rows = self._normal(*dims)
         return rows / np.sqrt((rows * rows).sum(-1, keepdims=True))
 
-    def _pools_of(self, case: DeltaCase, num_rows: int, *, channels: int) -> DeltaPools:
+    def _pools_of(self, case: DeltaCase, num_rows: int) -> DeltaPools:
         """Draw pools; rings hold NaN behind the cursors of their rows."""
         entries, rows = NUM_LAYERS * 2 * num_rows, NUM_LAYERS * num_rows
         keys = self._unit(rows, CHUNK, case.num_key_heads, WIDTH)
-        fresh = self._normal(rows, CHUNK, case.num_heads, WIDTH) * 0.5
+        fresh = self._normal(rows, CHUNK, case.num_blocks, WIDTH) * 0.5
         decay = -np.abs(self._normal(rows, CHUNK, case.num_heads, case.num_decays)).cumsum(1) * 0.1
         for row, (first, _) in enumerate(case.chains + case.prompts, start=LAYER * num_rows + 1):
             is_full = first % CHUNK == 0 and first > case.source_base
             for ring in (keys, fresh, decay):
                 ring[row, CHUNK if is_full else first % CHUNK :] = np.nan
         pools = DeltaPools(
-            self._normal(entries, case.num_heads, WIDTH, WIDTH),
-            self._normal(entries, TAPS - 1, case.num_key_heads, channels),
+            self._normal(entries, case.num_blocks, WIDTH, WIDTH),
+            self._normal(entries, TAPS - 1, *case.input_rows),
             keys.astype(case.dtype).astype(np.float32) if case.dtype != "float32" else keys,
             fresh,
             decay,
-            self._normal(rows, WINDOW_ROWS, case.num_key_heads, channels),
+            self._normal(rows, WINDOW_ROWS, *case.input_rows),
         )
         decays = decay if case.by_element else np.concatenate([decay[..., 0].swapaxes(1, 2)] * 2, axis=2)
         return DeltaPools(*map(jnp.asarray, pools._replace(decay_RCHx=decays)))
@@ -186,8 +218,9 @@ def outcome_of(case: DeltaCase) -> Outcome:
     delta_rule.cores_of_device = lambda _=None: case.num_cores
     interpreter = replace(INTERPRETED, num_cores_or_threads=case.num_cores)
     call = arrays.tokens, arrays.pools, arrays.pieces
-    expected_out, expected = advance(*call, layer=arrays.layer)
-    found_out, found = delta_rule.advance_tokens(*call, layer=arrays.layer, interpret=interpreter)
+    knobs: dict[str, Any] = {"layer": arrays.layer, "delta": case.delta}
+    expected_out, expected = advance(*call, **knobs)
+    found_out, found = delta_rule.advance_tokens(*call, **knobs, interpret=interpreter)
     for name in ("window_EJKW", "keys_RCKd", "inputs_RJKW"):
         np.testing.assert_array_equal(*(np.asarray(getattr(pools, name)) for pools in (found, expected)))
     pairs = [(found_out, expected_out), *zip(found, expected, strict=True)]
@@ -199,14 +232,12 @@ class Cuts:
     """Steps of a sequence: tokens of a prompt, or of drafts if negative."""
 
     steps: tuple[int, ...]
-    by_element: bool = False
+    case: DeltaCase
 
     def run(self) -> tuple[np.ndarray, DeltaPools]:
         """Compute the sequence by the kernel: outputs, and pools."""
         total = sum(map(abs, self.steps))
-        heads = 2 if self.by_element else 8
-        case = DeltaCase(((0, total),), num_heads=heads, num_key_heads=heads, by_element=self.by_element)
-        sequence = DeltaArrays(case)
+        sequence = DeltaArrays(replace(self.case, chains=((0, total),)))
         pools, position, outputs = jax.tree.map(jnp.zeros_like, sequence.pools), 0, []
         for step in self.steps:
             count, is_single = abs(step), step < 0
@@ -223,21 +254,30 @@ class Cuts:
             index = np.minimum(position + lane, total - 1)
             given = DeltaTokens(*(part[index] for part in sequence.tokens))
             out, pools = delta_rule.advance_tokens(
-                given, pools, pieces, layer=sequence.layer, interpret=pltpu.InterpretParams()
+                given,
+                pools,
+                pieces,
+                layer=sequence.layer,
+                delta=self.case.delta,
+                interpret=pltpu.InterpretParams(),
             )
             outputs.append(np.asarray(out)[:count])
             position += count
         return np.concatenate(outputs), pools
 
 
-CUTS = {"cuts": False, "cuts by element": True}
-WHOLE, OTHERS = Cuts((75,)), (Cuts((37, -1, -5, 16, -12, 4)), Cuts((64, 1, -3, 7)))
+CUTS = {
+    "cuts": DeltaCase(()),
+    "cuts by element": DeltaCase((), num_heads=2, num_key_heads=2, by_element=True),
+    "cuts without delta": DeltaCase((), **MAMBA),
+}
+WHOLE, OTHERS = (75,), ((37, -1, -5, 16, -12, 4), (64, 1, -3, 7))
 
 
-def cuts_outcome(*, by_element: bool) -> Outcome:
+def cuts_outcome(case: DeltaCase) -> Outcome:
     """Count the numbers that depend on how the tokens of a sequence came."""
     delta_rule.cores_of_device = lambda _=None: 1
-    whole, *others = (replace(cuts, by_element=by_element) for cuts in (WHOLE, *OTHERS))
+    whole, *others = (Cuts(steps, case) for steps in (WHOLE, *OTHERS))
     expected, num_different = jax.tree.leaves(whole.run()), 0
     for found in (jax.tree.leaves(cuts.run()) for cuts in others):
         bits = ((np.asarray(each).view(np.uint32) for each in pair) for pair in zip(expected, found, strict=True))
@@ -261,18 +301,30 @@ SIZES = {
     "linear_value_head_dim": WIDTH,
     "num_hidden_layers": 4,
 }
-ENGINES: dict[str, dict[str, Any]] = {
-    "an engine": {},
-    "an engine with drafts": {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3},
+MAMBA_SIZES = {
+    "mamba_num_heads": 8,
+    "n_groups": 2,
+    "mamba_head_dim": WIDTH // 2,
+    "ssm_state_size": WIDTH,
+    "hybrid_override_pattern": "ME*M",
+    "num_hidden_layers": 4,
 }
+CHAINS = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
+ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "an engine": ("qwen3.5-tiny", SIZES, {}),
+    "an engine with drafts": ("qwen3.5-tiny", SIZES, CHAINS),
+    "an engine of Mamba-2": ("nemotron-3-tiny", MAMBA_SIZES, {}),
+    "an engine of Mamba-2 with drafts": ("nemotron-3-tiny", MAMBA_SIZES, CHAINS),
+}
+"""Preset, changes of its config, and settings."""
 
 
-def engine_outcome(settings: dict[str, Any]) -> Outcome:
+def engine_outcome(preset: str, sizes: dict[str, Any], settings: dict[str, Any]) -> Outcome:
     """Compute a sequence across a fold by the kernel, and by the reference without drafts: log-probs."""
     prompt = draw_prompt(np.random.default_rng(5), 58)
     requests = [request_for(prompt, "across", max_new_tokens=10)]
     with tempfile.TemporaryDirectory() as folder:
-        path = write_two_layers(Path(folder), "qwen3.5-tiny", SIZES)
+        path = write_two_layers(Path(folder), preset, sizes)
         plain = run_together(prepared_runner(path, **ENGINE), card_of(path), requests, way=WAY)
         with delta_instead():
             runner = prepared_runner(path, **ENGINE, **settings)
@@ -343,6 +395,16 @@ def decays_that_stay() -> None:
     delta_visits._row_writes = without_decays
 
 
+def lanes_of_the_first_head() -> None:
+    """All heads of a block take the results and the decays of its first one."""
+    delta_state_space._own_lanes = lambda of_heads, _: jnp.broadcast_to(of_heads[0], (len(of_heads[0]), WIDTH))
+
+
+def a_piece_that_sees_itself_whole() -> None:
+    """Queries of a piece see tokens behind their own."""
+    delta_state_space._seen = lambda start: iota((1, CHUNK), 1) < start + iota((PIECE, 1), 0) * 0 + PIECE
+
+
 FAULTS: dict[str, tuple[DeltaCase, Callable[[], None]]] = {
     "no wait for a visit": (SINGLES, no_wait_for_a_visit),
     "no wait for rows": (DRAFTS, no_wait_for_rows),
@@ -351,15 +413,18 @@ FAULTS: dict[str, tuple[DeltaCase, Callable[[], None]]] = {
     "a ring without its last tile": (SINGLES, a_ring_without_its_last_tile),
     "decays by element that stay": (replace(SINGLES, by_element=True), decays_that_stay),
     "a ring by element without its last tile": (replace(SINGLES, by_element=True), a_ring_without_its_last_tile),
+    "lanes of the first head": (replace(SINGLES, **MAMBA), lanes_of_the_first_head),
+    "a piece that sees itself whole": (replace(DRAFTS, **MAMBA), a_piece_that_sees_itself_whole),
+    "a ring without delta and without its last tile": (replace(SINGLES, **MAMBA), a_ring_without_its_last_tile),
 }
 
 
 def prepared(name: str) -> Callable[[], Outcome]:
     """Return a case, with its fault planted."""
     if name in ENGINES:
-        return partial(engine_outcome, ENGINES[name])
+        return partial(engine_outcome, *ENGINES[name])
     if name in CUTS:
-        return partial(cuts_outcome, by_element=CUTS[name])
+        return partial(cuts_outcome, CUTS[name])
     if name in CASES:
         return partial(outcome_of, CASES[name])
     case, plant = FAULTS[name]

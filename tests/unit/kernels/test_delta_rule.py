@@ -1,6 +1,8 @@
-"""Gated delta layers in the TPU kernel: the reference but for rounding, and no bit depends on how tokens came."""
+"""Delta and Mamba-2 layers in the TPU kernel: the reference but for rounding, whatever the way that tokens came."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from rayserve_moe.kernels.tpu.delta_rule import piece_scalars
 from tests.support.kernels.delta_rule import CASES, CUTS, ENGINES, FAULTS, MAX_ERROR
 from tests.support.kernels.interpreter import Outcome, run_cases
 
-MODULE, FEW = "tests.support.kernels.delta_rule", ("few", "few by element")
+MODULE, FEW = "tests.support.kernels.delta_rule", ("few", "few by element", "few without delta")
 
 
 def is_sound(found: Outcome) -> bool:
@@ -100,12 +102,14 @@ def reason(*, num_tokens: int = 8, heads: int = 32, width: int = 128, per_channe
     """Return the text of the choice for a call."""
     places, pieces = knobs.pop("places", 128), [shaped(num_tokens)] * 5
     key_heads = knobs.pop("key_heads", heads if per_channel else heads // 2)
-    rows, values = shaped(num_tokens, key_heads, width), shaped(num_tokens, heads, width)
+    value_dim, blocks = knobs.pop("value_dim", width), knobs.pop("blocks", heads)
+    rows, values = shaped(num_tokens, key_heads, width), shaped(num_tokens, heads, value_dim)
     tokens = DeltaTokens(rows, rows, values, shaped(num_tokens, heads, width if per_channel else 1), values, rows)
     decay = shaped(3, heads, places) if places else shaped(3, 64, heads, 1)
     if per_channel:
         decay = shaped(3, 64, heads, width)
-    pools = DeltaPools(*[shaped(3, heads, width, width)] * 4, decay, shaped(3, 16, heads, width))
+    lanes = heads * value_dim // blocks
+    pools = DeltaPools(*[shaped(3, blocks, width, lanes)] * 4, decay, shaped(3, 16, heads, width))
     pieces = Pieces(*pieces, RowEntries(*pieces[:3]))
     return str(TPU.recurrence.advance.choose(tokens, pools, pieces, layer=(0, 0), **knobs))
 
@@ -113,12 +117,23 @@ def reason(*, num_tokens: int = 8, heads: int = 32, width: int = 128, per_channe
 def test_other_calls_are_for_the_reference():
     assert reason() == "delta_rule"
     assert reason(num_tokens=8193) == "xla (delta_rule: 8193 tokens, not 8192 or fewer)"
-    assert reason(delta=False) == "xla (delta_rule: the rule is not a delta rule)"
     assert reason(per_channel=True) == "delta_rule"
     shared = "xla (delta_rule: 32 heads with a decay per element share 16 key heads)"
     assert reason(per_channel=True, key_heads=16) == shared
-    assert reason(width=64) == "xla (delta_rule: keys of width 64 and values of width 64, not 128)"
+    assert reason(width=64) == "xla (delta_rule: keys of width 64, not 128)"
     assert reason(places=0) == "xla (delta_rule: rings of decays have other places)"
     assert reason(heads=256) == "xla (delta_rule: 256 heads, not 128 or fewer)"
     assert reason(heads=64) == reason(heads=4) == "delta_rule"
     assert reason(heads=128) == "xla (delta_rule: states and rings of 128 heads take 48 of 30 MiB)"
+
+
+def test_values_of_mamba_fill_rows_together():
+    mamba = partial(reason, delta=False, value_dim=64)
+    assert mamba(heads=64, key_heads=8, blocks=32) == mamba(heads=128, key_heads=1, blocks=64) == "delta_rule"
+    assert reason(delta=False) == "delta_rule"
+    assert mamba() == "xla (delta_rule: pools hold values of width 64 in rows of other widths than 128)"
+    held = "xla (delta_rule: 16 heads in 8 rows of values do not divide over {} key heads)"
+    assert mamba(heads=16, key_heads=16, blocks=8) == held.format(16)
+    assert reason(value_dim=64, heads=16, key_heads=8, blocks=8) == held.format(8)
+    by_element = "xla (delta_rule: a decay per element without the delta rule)"
+    assert reason(per_channel=True, delta=False) == by_element

@@ -23,6 +23,7 @@ DATA = {
     "carries_ranks",
     "has_packed_rows",
     "decay_places",
+    "tile",
     "parameters",
     "compiler_options",
 }

@@ -36,7 +36,11 @@ _dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_elemen
 
 
 class DeltaPools(NamedTuple):
-    """Pools of the layers of a kind, float32: entries, and a ring for each row; [layers * entries or rows, ...]."""
+    """Pools of the layers of a kind, float32: entries, and a ring for each row; [layers * entries or rows, ...].
+
+    Values of several heads may lie side by side: states [E, H / n, d, n * v] and fresh values [R, C, H / n, n * v].
+    Inputs of the convolution may lie in rows of any width, as the tokens' inputs do. A TPU pads rows to 128 lanes.
+    """
 
     state_EHdv: jax.Array
     """States after multiples of CHUNK tokens."""
@@ -155,7 +159,7 @@ def advance(
         folds = begins & (piece.start != piece.entries.source_base)
         base = piece.start // CHUNK * CHUNK - CHUNK * folds
         source = jnp.where(base == piece.entries.source_base, piece.entries.source, piece.entries.own)
-        state_Hdv = pools.state_EHdv[first_entry + source]
+        state_Hdv = _state_of(pools, first_entry + source, num_heads)
 
         def folded(state_Hdv: jax.Array, pools: DeltaPools) -> tuple[jax.Array, DeltaPools]:
             return _fold_into(first_entry + piece.entries.own, row, piece.start, state_Hdv, pools)
@@ -164,13 +168,17 @@ def advance(
         index_b = jnp.clip(piece.token + lanes - piece.known, 0, num_tokens - 1)
         is_new_b = (lanes >= piece.known) & (lanes < piece.known + piece.count)
         given = DeltaTokens(*(_masked(each[index_b], is_new_b) for each in tokens))
-        ring = _Ring(state_Hdv, pools.keys_RCKd[row], pools.fresh_RCHv[row], _decay_ring(pools, row))
+        fresh_CHv = pools.fresh_RCHv[row].reshape(CHUNK, num_heads, width)
+        ring = _Ring(state_Hdv, pools.keys_RCKd[row], fresh_CHv, _decay_ring(pools, row))
         out_NHv, rows = _compute_piece(given, ring, piece.start % CHUNK, piece.known, delta=delta)
         index_b = jnp.where(is_new_b, index_b, num_tokens)
         out_THv = out_THv.at[index_b].set(out_NHv, mode="drop")
         place_b = piece.start % CHUNK + lanes
         place_b = jnp.where(is_new_b, place_b, CHUNK)
-        rings = (pool.at[row, place_b].set(new, mode="drop") for pool, new in zip(pools[2:4], rows[:2], strict=True))
+        rings = (
+            pool.at[row, place_b].set(new.reshape(PIECE, *pool.shape[2:]), mode="drop")
+            for pool, new in zip(pools[2:4], rows[:2], strict=True)
+        )
         decays = _with_decays(pools.decay_RCHx, row, place_b, rows[2])
         window_b = jnp.where(is_new_b, (piece.start + lanes) % WINDOW_ROWS, WINDOW_ROWS)
         inputs = pools.inputs_RJKW.at[row, window_b].set(given.inputs_TKW.astype(jnp.float32), mode="drop")
@@ -191,13 +199,34 @@ def _fold_into(
     decay_CHx = _decay_ring(pools, row)
     last_Hx = decay_CHx[-1]
     keys_CHd = _repeat_heads(pools.keys_RCKd[row], len(state_Hdv)) * jnp.exp(last_Hx - decay_CHx)
-    added_Hdv = _dot("jhd,jhv->hdv", keys_CHd, pools.fresh_RCHv[row])
+    fresh_CHv = pools.fresh_RCHv[row].reshape(*keys_CHd.shape[:2], -1)
+    added_Hdv = _dot("jhd,jhv->hdv", keys_CHd, fresh_CHv)
     state_Hdv = state_Hdv * jnp.exp(last_Hx)[..., None] + added_Hdv
     num_before = pools.window_EJKW.shape[1]
     window_JKW = pools.inputs_RJKW[row, (position - num_before + jnp.arange(num_before)) % WINDOW_ROWS]
     return state_Hdv, pools._replace(
-        state_EHdv=pools.state_EHdv.at[entry].set(state_Hdv), window_EJKW=pools.window_EJKW.at[entry].set(window_JKW)
+        state_EHdv=_with_state(pools.state_EHdv, entry, state_Hdv),
+        window_EJKW=pools.window_EJKW.at[entry].set(window_JKW),
     )
+
+
+def _state_of(pools: DeltaPools, entry: jax.Array, num_heads: int) -> jax.Array:
+    """Return the state of an entry, [H, d, v]."""
+    state = pools.state_EHdv[entry]
+    num_blocks, width, num_lanes = state.shape
+    if num_blocks == num_heads:
+        return state
+    apart = state.reshape(num_blocks, width, num_heads // num_blocks, -1).swapaxes(1, 2)
+    return apart.reshape(num_heads, width, num_lanes * num_blocks // num_heads)
+
+
+def _with_state(pool: jax.Array, entry: jax.Array, state_Hdv: jax.Array) -> jax.Array:
+    """Write a state to an entry of the pool."""
+    num_blocks, width, num_lanes = pool.shape[1:]
+    if num_blocks != len(state_Hdv):
+        apart = state_Hdv.reshape(num_blocks, -1, *state_Hdv.shape[1:])
+        state_Hdv = apart.swapaxes(1, 2).reshape(num_blocks, width, num_lanes)
+    return pool.at[entry].set(state_Hdv)
 
 
 def _decay_ring(pools: DeltaPools, row: jax.Array) -> jax.Array:

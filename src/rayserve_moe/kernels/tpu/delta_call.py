@@ -1,7 +1,8 @@
 """Sizes, arguments and buffers of the kernel of gated delta layers (`delta_rule`)."""
 
-# T tokens   P pieces   V visits   N tokens of a piece   H value heads   K key heads   C tokens of a chunk
-# L places of decays   M heads along lanes   B buffers of visits   d key width   v value width
+# T tokens   P pieces   V visits   N tokens of a piece   K key heads   C tokens of a chunk
+# H value heads   G blocks: LANES of values, of one head or several   L places of decays
+# M heads along lanes   B buffers of visits   d key width   v value width
 # W channels of a key head   S sides of writes
 
 from __future__ import annotations
@@ -34,11 +35,20 @@ class VisitShape:
     """Inputs of the convolution in an entry."""
     by_element: bool = False
     """True for a decay per element of a key."""
+    delta: bool = True
+    """False for Mamba-2: fresh values are `beta * v`, without the delta rule."""
+    heads_of_block: int = 1
+    """Heads whose values lie side by side in LANES; 1 with the delta rule."""
 
     @property
     def heads_of_key(self) -> int:
         """Return the number of value heads that read a key head."""
         return self.num_heads // self.num_key_heads
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks: rows of LANES values."""
+        return self.num_heads // self.heads_of_block
 
 
 class PieceScalars(NamedTuple):
@@ -73,7 +83,7 @@ class PieceRefs(NamedTuple):
 
     queries_NKd: Any
     keys_NKd: Any
-    values_NHv: Any
+    values_NGv: Any
     decays_N: Any
     """Logarithms of decays: [N, 1, M] with zeros behind the last head, or [N, H, d] by element."""
     beta_N1M: Any
@@ -84,27 +94,27 @@ class PieceRefs(NamedTuple):
 class DeltaScratch(NamedTuple):
     """Buffers of a core: of visits, of a piece, and of its writes."""
 
-    state_BHdv: Any
+    state_BGdv: Any
     keys_BCKd: Any
-    fresh_BCHv: Any
+    fresh_BCGv: Any
     decay_B: Any
     """Sums of decays: [B, H, L], or [B, C, H, d] by element."""
     keys_KCd: Any
-    fresh_HCv: Any
+    fresh_GCv: Any
     decay_by_head: Any
     """Rings of the visit that is computed, by heads. Sums of decays have heads along lanes, [C, M], or are [H, C, d] by
     element."""
     queries_KNd: Any
-    values_HNv: Any
-    out_HNv: Any
+    values_GNv: Any
+    out_GNv: Any
     """Tokens of the piece, by heads."""
     reach_HL: Any
-    """Sums of decays as `[ring | piece]`; not used by element."""
+    """Sums of decays as `[ring | piece]`; used with the delta rule and a decay per head."""
     new_keys_SNKd: Any
-    new_fresh_SNHv: Any
+    new_fresh_SNGv: Any
     new_decay_S: Any
     """Sums of decays of a visit, [S, H, L], or of a piece by element, [S, N, H, d]."""
-    out_SNHv: Any
+    out_SNGv: Any
     num_done: Any
     """Number of pieces, and of visits, whose writes the core has begun, and tokens of the last pieces of both sides."""
 
@@ -136,27 +146,27 @@ class Call(NamedTuple):
 
 def scratch_of(shape: VisitShape) -> tuple[DeltaScratch, DeltaSemaphores]:
     """Return the buffers and semaphores of a core."""
-    heads, key_heads, wide = shape.num_heads, shape.num_key_heads, (LANES,)
+    heads, blocks, key_heads, wide = shape.num_heads, shape.num_blocks, shape.num_key_heads, (LANES,)
 
     def vmem(*dims: int) -> Any:
         return pltpu.VMEM(dims, jnp.float32)
 
     buffers = DeltaScratch(
-        vmem(NUM_BUFFERS, heads, LANES, LANES),
+        vmem(NUM_BUFFERS, blocks, LANES, LANES),
         vmem(NUM_BUFFERS, CHUNK, key_heads, *wide),
-        vmem(NUM_BUFFERS, CHUNK, heads, *wide),
+        vmem(NUM_BUFFERS, CHUNK, blocks, *wide),
         vmem(NUM_BUFFERS, *((CHUNK, heads) if shape.by_element else (heads,)), *wide),
         vmem(key_heads, CHUNK, *wide),
-        vmem(heads, CHUNK, *wide),
+        vmem(blocks, CHUNK, *wide),
         vmem(*((heads, CHUNK) if shape.by_element else (LANES,)), *wide),
         vmem(key_heads, PIECE, *wide),
-        vmem(heads, PIECE, *wide),
-        vmem(heads, PIECE, *wide),
+        vmem(blocks, PIECE, *wide),
+        vmem(blocks, PIECE, *wide),
         vmem(heads, *wide),
         vmem(2, PIECE, key_heads, *wide),
-        vmem(2, PIECE, heads, *wide),
+        vmem(2, PIECE, blocks, *wide),
         vmem(2, *((PIECE, heads) if shape.by_element else (heads,)), *wide),
-        vmem(2, PIECE, heads, *wide),
+        vmem(2, PIECE, blocks, *wide),
         pltpu.SMEM((4,), jnp.int32),
     )
     semaphore = pltpu.SemaphoreType.DMA

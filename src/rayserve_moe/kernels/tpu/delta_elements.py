@@ -6,6 +6,7 @@ the piece, it is the exponential of a difference of sums, element by element. Ev
 """
 
 # N tokens of a piece   C tokens of a chunk   d key width   v value width   H heads   M heads along lanes
+# G blocks of values: here heads   B buffers of visits   K key heads
 # X queries, then keys of a piece
 
 from __future__ import annotations
@@ -90,21 +91,21 @@ def _multiply_group(
     seen = by_pairs([each.near_Xd for each in of_heads], [each.past_Cd for each in of_heads], dtype, over=(1, 1))
     of_states = by_pairs(
         [each.rows_Xd * jnp.exp(each.total_Xd) for each in of_heads],
-        [scratch.state_BHdv[buffer, head] for head in heads],
+        [scratch.state_BGdv[buffer, head] for head in heads],
         dtype,
     )
-    of_rings = by_pairs(seen, [jnp.where(is_past_C1, scratch.fresh_HCv[head], 0.0) for head in heads], dtype)
+    of_rings = by_pairs(seen, [jnp.where(is_past_C1, scratch.fresh_GCv[head], 0.0) for head in heads], dtype)
     unsolved = []
     for lane, head in enumerate(heads):
         beta_N1, own_XN = betas_NM[:, lane : lane + 1], _own_scores(of_heads[lane])
         out_Nv, said_Nv = jnp.split(of_states[lane] + of_rings[lane], 2)
-        fresh_Nv = beta_N1 * (scratch.values_HNv[head] - said_Nv)
-        fresh_Nv = jnp.where(is_known_N1, scratch.fresh_HCv[head, tile, :], fresh_Nv)
+        fresh_Nv = beta_N1 * (scratch.values_GNv[head] - said_Nv)
+        fresh_Nv = jnp.where(is_known_N1, scratch.fresh_GCv[head, tile, :], fresh_Nv)
         ahead_NN = jnp.where(is_known_N1, 0.0, beta_N1 * own_XN[PIECE:])
         unsolved.append((out_Nv, fresh_Nv, own_XN[:PIECE], ahead_NN))
     for head, (out_Nv, fresh_Nv) in zip(heads, solved(unsolved), strict=True):
-        scratch.fresh_HCv[head, tile, :] = fresh_Nv
-        scratch.out_HNv[head] = out_Nv
+        scratch.fresh_GCv[head, tile, :] = fresh_Nv
+        scratch.out_GNv[head] = out_Nv
 
 
 def _own_scores(own: _Rows) -> jax.Array:
@@ -134,10 +135,10 @@ def fold(call: Call, buffer: jax.Array) -> None:
         for head in (group * size + lane for lane in range(size)):
             decay_Cd = scratch.decay_by_head[head]
             last_1d = decay_Cd[CHUNK - 1 : CHUNK]
-            added_dv = dot(scratch.keys_KCd[head] * jnp.exp(last_1d - decay_Cd), scratch.fresh_HCv[head], (0, 0))
+            added_dv = dot(scratch.keys_KCd[head] * jnp.exp(last_1d - decay_Cd), scratch.fresh_GCv[head], (0, 0))
             kept_dv = jnp.broadcast_to(jnp.exp(last_1d), (LANES, LANES)).T
-            folded.append((head, scratch.state_BHdv[buffer, head] * kept_dv + added_dv))
+            folded.append((head, scratch.state_BGdv[buffer, head] * kept_dv + added_dv))
         for head, state_dv in folded:
-            scratch.state_BHdv[buffer, head] = state_dv
+            scratch.state_BGdv[buffer, head] = state_dv
 
     jax.lax.fori_loop(0, num_heads // size, fold_group, None)

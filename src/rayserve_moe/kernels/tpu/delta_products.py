@@ -6,6 +6,7 @@ rows, so a token has the same sums alone and in a prompt. Tokens of a piece solv
 """
 
 # N tokens of a piece   C tokens of a chunk   d key width   v value width   H value heads   M heads along lanes
+# G blocks of values: here heads   B buffers of visits   K key heads
 # L places of decays   X queries, then keys of a piece   R places of a ring, then tokens of the piece
 
 from __future__ import annotations
@@ -87,13 +88,13 @@ def _multiply_group(
         dot(rows_Xd, jnp.concatenate([scratch.keys_KCd[key_head], keys_Nd]).astype(dtype), (1, 1))
         for key_head, keys_Nd, rows_Xd in zip(key_heads, keys, rows, strict=True)
     ]
-    states = [[scratch.state_BHdv[buffer, head] for head in _of_key(heads, each, heads_of_key)] for each in range(size)]
-    of_states = [product for each in zip(rows, states, strict=True) for product in _by_states(*each)]
+    states = [[scratch.state_BGdv[buffer, head] for head in _of_key(heads, each, heads_of_key)] for each in range(size)]
+    of_states = [product for each in zip(rows, states, strict=True) for product in by_states(*each)]
     weights = [
         _weights(scores[lane // heads_of_key], totals[lane], scratch.reach_HL[pl.ds(head, 1), :REACH], reach.is_seen_XR)
         for lane, head in enumerate(heads)
     ]
-    rings = [jnp.where(reach.is_past_C1, scratch.fresh_HCv[head], 0.0) for head in heads]
+    rings = [jnp.where(reach.is_past_C1, scratch.fresh_GCv[head], 0.0) for head in heads]
     of_rings = by_pairs([each[:, :CHUNK] for each in weights], rings, dtype)
     unsolved = []
     for lane, head in enumerate(heads):
@@ -102,13 +103,13 @@ def _multiply_group(
             to_state_N1 * of_state_Nv + of_ring_Nv
             for of_state_Nv, of_ring_Nv in zip(jnp.split(of_states[lane], 2), jnp.split(of_rings[lane], 2), strict=True)
         )
-        fresh_Nv = betas[lane] * (scratch.values_HNv[head] - said_Nv)
-        fresh_Nv = jnp.where(reach.is_known_N1, scratch.fresh_HCv[head, tile, :], fresh_Nv)
+        fresh_Nv = betas[lane] * (scratch.values_GNv[head] - said_Nv)
+        fresh_Nv = jnp.where(reach.is_known_N1, scratch.fresh_GCv[head, tile, :], fresh_Nv)
         ahead_NR = jnp.where(reach.is_known_N1, 0.0, betas[lane] * seen_XR[PIECE:])
         unsolved.append((out_Nv, fresh_Nv, seen_XR[:PIECE, CHUNK:], ahead_NR[:, CHUNK:]))
     for head, (out_Nv, fresh_Nv) in zip(heads, solved(unsolved), strict=True):
-        scratch.fresh_HCv[head, tile, :] = fresh_Nv
-        scratch.out_HNv[head] = out_Nv
+        scratch.fresh_GCv[head, tile, :] = fresh_Nv
+        scratch.out_GNv[head] = out_Nv
 
 
 def lanes_of_group(rows_NM: jax.Array, group: jax.Array, size: int) -> jax.Array:
@@ -166,7 +167,7 @@ def _weights(scores_XR: jax.Array, total_N1: jax.Array, reach_R: jax.Array, is_s
     return jnp.where(is_seen_XR, scores_XR * jnp.concatenate([decay_NR, decay_NR]), 0.0)
 
 
-def _by_states(rows_Xd: jax.Array, states: list[jax.Array]) -> list[jax.Array]:
+def by_states(rows_Xd: jax.Array, states: list[jax.Array]) -> list[jax.Array]:
     """Return the products of rows with the state of each head."""
     wide = jnp.concatenate(states, axis=1)
     if rows_Xd.dtype == jnp.float32:
@@ -213,12 +214,7 @@ def dot(one: jax.Array, other: jax.Array, over: tuple[int, int]) -> jax.Array:
 def fold(call: Call, buffer: jax.Array) -> None:
     """Replace the state of a visit by the state after its full ring."""
     scratch, shape = call.scratch, call.shape
-    decay_HL = scratch.decay_B[buffer]
-    last_H1 = decay_HL[:, CHUNK - 1 : CHUNK]
-    # [weights of the ring | weight of the state]
-    is_ring_L = iota((1, LANES), 1) < CHUNK
-    weights_HL = jnp.exp(jnp.where(is_ring_L, last_H1 - decay_HL, last_H1))
-    weights_LM = jnp.pad(weights_HL, ((0, LANES - shape.num_heads), (0, 0))).T
+    weights_LM = fold_weights(scratch.decay_B[buffer])
     size = group_size(shape.num_key_heads, shape.heads_of_key, MAX_FOLDED)
     num_lanes = size * shape.heads_of_key
 
@@ -226,25 +222,33 @@ def fold(call: Call, buffer: jax.Array) -> None:
         # All heads of a group are read before any is written, so that their sums overlap.
         columns_LM = pltpu.roll(weights_LM, jnp.where(group > 0, LANES - group * num_lanes, 0), 1)
         heads = [group * num_lanes + lane for lane in range(num_lanes)]
-        fresh = [scratch.fresh_HCv[head] * columns_LM[:CHUNK, lane : lane + 1] for lane, head in enumerate(heads)]
+        fresh = [scratch.fresh_GCv[head] * columns_LM[:CHUNK, lane : lane + 1] for lane, head in enumerate(heads)]
         added = [
             part
             for each in range(size)
-            for part in _by_keys(
+            for part in by_keys(
                 scratch.keys_KCd[group * size + each], _of_key(fresh, each, shape.heads_of_key), shape.dtype
             )
         ]
         folded = [
-            scratch.state_BHdv[buffer, head] * columns_LM[CHUNK : CHUNK + 1, lane : lane + 1] + added[lane]
+            scratch.state_BGdv[buffer, head] * columns_LM[CHUNK : CHUNK + 1, lane : lane + 1] + added[lane]
             for lane, head in enumerate(heads)
         ]
         for head, state_dv in zip(heads, folded, strict=True):
-            scratch.state_BHdv[buffer, head] = state_dv
+            scratch.state_BGdv[buffer, head] = state_dv
 
     jax.lax.fori_loop(0, shape.num_key_heads // size, fold_group, None)
 
 
-def _by_keys(keys_Cd: jax.Array, fresh: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
+def fold_weights(decay_HL: jax.Array) -> jax.Array:
+    """Return the weights of a ring in a fold, [places of the ring, then the state; heads along lanes]."""
+    last_H1 = decay_HL[:, CHUNK - 1 : CHUNK]
+    is_ring_L = iota((1, LANES), 1) < CHUNK
+    weights_HL = jnp.exp(jnp.where(is_ring_L, last_H1 - decay_HL, last_H1))
+    return jnp.pad(weights_HL, ((0, LANES - len(weights_HL)), (0, 0))).T
+
+
+def by_keys(keys_Cd: jax.Array, fresh: list[jax.Array], dtype: jax.typing.DTypeLike) -> list[jax.Array]:
     """Return the sums over tokens of products of keys and fresh values, for each head."""
     fresh_Cv = jnp.concatenate(fresh, axis=1)
     if dtype == jnp.float32:

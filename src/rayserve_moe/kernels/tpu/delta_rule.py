@@ -1,4 +1,4 @@
-"""The recurrence of gated delta layers in one TPU kernel (`reference.gated_delta.advance`).
+"""The recurrence of gated delta and of Mamba-2 layers in one TPU kernel (`reference.gated_delta.advance`).
 
 A visit is the pieces of one row. Its state and its ring, up to the cursor, are copied into the core's memory while the
 visits before it are computed, and only new rows of the ring go back. A token at a multiple of 64 folds the chunk before
@@ -49,19 +49,23 @@ def unsupported_reason(
     (num_tokens, num_heads, width), key_heads = tokens.values_THv.shape, tokens.keys_TKd.shape[1]
     if num_tokens > MAX_TOKENS:
         return f"{num_tokens} tokens, not {MAX_TOKENS} or fewer"
-    num_decays = tokens.decay_THx.shape[2]
-    if not delta:
-        return "the rule is not a delta rule"
+    num_decays, num_blocks = tokens.decay_THx.shape[2], pools.state_EHdv.shape[1]
+    if num_decays > 1 and not delta:
+        return "a decay per element without the delta rule"
     if num_decays > 1 and num_heads != key_heads:
         return f"{num_heads} heads with a decay per element share {key_heads} key heads"
-    if (tokens.keys_TKd.shape[2], width) != (LANES, LANES):
-        return f"keys of width {tokens.keys_TKd.shape[2]} and values of width {width}, not {LANES}"
+    if (key_width := tokens.keys_TKd.shape[2]) != LANES:
+        return f"keys of width {key_width}, not {LANES}"
+    if pools.state_EHdv.shape[2:] != (LANES, LANES) or width * num_heads != LANES * num_blocks:
+        return f"pools hold values of width {width} in rows of other widths than {LANES}"
+    if num_blocks % key_heads or (delta and num_blocks < num_heads):
+        return f"{num_heads} heads in {num_blocks} rows of values do not divide over {key_heads} key heads"
     if pools.decay_RCHx.shape[1:] != ((num_heads, LANES) if num_decays == 1 else (CHUNK, num_heads, LANES)):
         return "rings of decays have other places"
     if num_heads > LANES:
         return f"{num_heads} heads, not {LANES} or fewer"
-    ring = CHUNK * (num_heads + key_heads + num_heads * (num_decays > 1))
-    held = 4 * LANES * (NUM_BUFFERS * (num_heads * LANES + ring) + ring)
+    ring = CHUNK * (num_blocks + key_heads + num_heads * (num_decays > 1))
+    held = 4 * LANES * (NUM_BUFFERS * (num_blocks * LANES + ring) + ring)
     if held > MAX_HELD_BYTES:
         return f"states and rings of {num_heads} heads take {held >> 20} of {MAX_HELD_BYTES >> 20} MiB"
     return ""
@@ -80,23 +84,29 @@ def advance_tokens(
 
     `interpret` (see `pallas_call`) runs it without a TPU.
     """
-    assert delta, "an unsupported rule"
-    num_tokens, num_heads, _ = tokens.values_THv.shape
-    wide = [part.astype(jnp.float32) for part in tokens]
-    is_sound_T = jnp.stack([jnp.all(jnp.isfinite(part), axis=tuple(range(1, part.ndim))) for part in wide]).all(axis=0)
-    *parts, inputs = wide
+    (num_tokens, num_heads, _), num_blocks = tokens.values_THv.shape, pools.state_EHdv.shape[1]
+    rows, is_sound_T = _sound_rows(tokens)
+    values = rows.values_THv.reshape(num_tokens, num_blocks, LANES)
     by_element = tokens.decay_THx.shape[2] > 1
-    parts[3] = parts[3] if by_element else parts[3][..., 0]
-    queries, keys, values, decays, betas = (
-        jnp.where(is_sound_T.reshape(-1, *[1] * (part.ndim - 1)), part, 0.0) for part in parts
-    )
+    decays = rows.decay_THx if by_element else rows.decay_THx[..., 0]
     num_cores = cores_of_device(interpret)
     dtype = jnp.bfloat16 if tokens.keys_TKd.dtype == jnp.bfloat16 else jnp.float32
     num_pieces = len(pieces.count)
-    shape = VisitShape(num_heads, keys.shape[1], num_pieces, num_cores, dtype, pools.window_EJKW.shape[1], by_element)
+    shape = VisitShape(
+        num_heads,
+        tokens.keys_TKd.shape[1],
+        num_pieces,
+        num_cores,
+        dtype,
+        pools.window_EJKW.shape[1],
+        by_element=by_element,
+        delta=delta,
+        heads_of_block=num_heads // num_blocks,
+    )
     scalars = piece_scalars(pieces, layer, num_cores=num_cores)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    given = [*(_around(part) for part in (queries, keys, values, decays, betas)), inputs]
+    around = (rows.queries_TKd, rows.keys_TKd, values, decays, rows.beta_TH)
+    given = [*map(_around, around), tokens.inputs_TKW.astype(jnp.float32)]
     held = [*pools]
     if not interpret:
         # XLA may otherwise copy a pool that fits into the core's memory there and back.
@@ -119,11 +129,24 @@ def advance_tokens(
         name="delta_rule",
         interpret=interpret,
     )(*scalars, *given, *held)
-    lanes = jnp.arange(PIECE)
+    out_THv = _marked(out_THv.reshape(tokens.values_THv.shape), pieces, is_sound_T)
+    return out_THv, DeltaPools(*held)
+
+
+def _marked(out_THv: jax.Array, pieces: Pieces, is_sound_T: jax.Array) -> jax.Array:
+    """Return outputs with zeros for tokens of no piece, and NaN for tokens that are not sound."""
+    lanes, num_tokens = jnp.arange(PIECE), len(out_THv)
     tokens_PN = jnp.where(lanes < pieces.count[:, None], pieces.token[:, None] + lanes, num_tokens)
     found_T11 = jnp.zeros(num_tokens, bool).at[tokens_PN].set(True, mode="drop")[:, None, None]
-    out_THv = jnp.where(found_T11, jnp.where(is_sound_T[:, None, None], out_THv, jnp.nan), 0.0)
-    return out_THv, DeltaPools(*held)
+    return jnp.where(found_T11, jnp.where(is_sound_T[:, None, None], out_THv, jnp.nan), 0.0)
+
+
+def _sound_rows(tokens: DeltaTokens) -> tuple[DeltaTokens, jax.Array]:
+    """Return tokens in float32, zeros for tokens that hold a number that is not finite; and finite tokens, bool [T]."""
+    wide = [part.astype(jnp.float32) for part in tokens]
+    is_sound_T = jnp.stack([jnp.all(jnp.isfinite(part), axis=tuple(range(1, part.ndim))) for part in wide]).all(axis=0)
+    sound = (jnp.where(is_sound_T.reshape(-1, *[1] * (part.ndim - 1)), part, 0.0) for part in wide)
+    return DeltaTokens(*sound), is_sound_T
 
 
 def piece_scalars(pieces: Pieces, layer: tuple[jax.Array, ...], *, num_cores: int) -> PieceScalars:

@@ -1,7 +1,8 @@
 """Visits of the kernel of gated delta layers: their copies, and the order of their work (`delta_rule`)."""
 
-# T tokens   P pieces   V visits   N tokens of a piece   H value heads   K key heads   C tokens of a chunk
-# L places of decays   M heads along lanes   B buffers of visits   X heads of C tokens   d key width   v value width
+# T tokens   P pieces   V visits   N tokens of a piece   K key heads   C tokens of a chunk
+# H value heads   G blocks: LANES of values, of one head or several   L places of decays
+# M heads along lanes   B buffers of visits   X heads of C tokens   d key width   v value width
 # W channels of a key head   S sides of writes
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rayserve_moe.kernels.reference.gated_delta import CHUNK, PIECE, WINDOW_ROWS, DeltaPools
-from rayserve_moe.kernels.tpu import delta_elements, delta_products
+from rayserve_moe.kernels.tpu import delta_elements, delta_products, delta_state_space
 from rayserve_moe.kernels.tpu.delta_call import (
     NUM_BUFFERS,
     Call,
@@ -114,8 +115,8 @@ def _for_copies(call: Call, piece: jax.Array, buffer: jax.Array, act: Callable[[
     scratch, pools, row = call.scratch, call.pools, _row(call, piece)
     copy = partial(pltpu.make_async_copy, sem=call.semaphores.arrived_B.at[buffer])
     entry = call.scalars.layer_X[0] + call.scalars.source_P[piece]
-    act(copy(pools.state_EHdv.at[entry], scratch.state_BHdv.at[buffer]))
-    rings = [(pools.keys_RCKd, scratch.keys_BCKd), (pools.fresh_RCHv, scratch.fresh_BCHv)]
+    act(copy(pools.state_EHdv.at[entry], scratch.state_BGdv.at[buffer]))
+    rings = [(pools.keys_RCKd, scratch.keys_BCKd), (pools.fresh_RCHv, scratch.fresh_BCGv)]
     if call.shape.by_element:
         rings.append((pools.decay_RCHx, scratch.decay_B))
     else:
@@ -141,7 +142,7 @@ def _sort_by_heads(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
     def of_tile(tile: jax.Array, carry: None) -> None:
         tokens = _tokens_of(tile)
         scratch.keys_KCd[:, tokens, :] = scratch.keys_BCKd[buffer, tokens].swapaxes(0, 1)
-        scratch.fresh_HCv[:, tokens, :] = scratch.fresh_BCHv[buffer, tokens].swapaxes(0, 1)
+        scratch.fresh_GCv[:, tokens, :] = scratch.fresh_BCGv[buffer, tokens].swapaxes(0, 1)
         if call.shape.by_element:
             scratch.decay_by_head[:, tokens, :] = scratch.decay_B[buffer, tokens].swapaxes(0, 1)
 
@@ -166,11 +167,18 @@ def _fold(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
         call.scalars.start_P,
     )
     _apply(_start, _window_copies(call, entry, row, position[piece]))
-    (delta_elements if call.shape.by_element else delta_products).fold(call, buffer)
-    copy = pltpu.make_async_copy(scratch.state_BHdv.at[buffer], pools.state_EHdv.at[entry], call.semaphores.folded)
+    _products(call.shape).fold(call, buffer)
+    copy = pltpu.make_async_copy(scratch.state_BGdv.at[buffer], pools.state_EHdv.at[entry], call.semaphores.folded)
     copy.start()
     copy.wait()
     _apply(_wait, _window_copies(call, entry, row, position[piece]))
+
+
+def _products(shape: VisitShape) -> Any:
+    """Return the module with the products of a rule."""
+    if shape.by_element:
+        return delta_elements
+    return delta_products if shape.delta else delta_state_space
 
 
 def _window_copies(call: Call, entry: jax.Array, row: jax.Array, position: jax.Array) -> Iterator[Any]:
@@ -193,7 +201,7 @@ def _advance(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
     ring_KNd, keys_KNd = scratch.keys_KCd[:, tile, :], given.keys_NKd[...].swapaxes(0, 1)
     scratch.keys_KCd[:, tile, :] = jnp.where(is_known_N1, ring_KNd, jnp.where(is_new_N1, keys_KNd, 0.0))
     scratch.queries_KNd[...] = jnp.where(is_new_N1, given.queries_NKd[...].swapaxes(0, 1), 0.0)
-    scratch.values_HNv[...] = jnp.where(is_new_N1, given.values_NHv[...].swapaxes(0, 1), 0.0)
+    scratch.values_GNv[...] = jnp.where(is_new_N1, given.values_NGv[...].swapaxes(0, 1), 0.0)
     beta_NM = jnp.where(is_new_N1, given.beta_N1M[:, 0], 0.0)
     if call.shape.by_element:
         delta_elements.sum_decays(call, (start, known), is_new_N1, tile)
@@ -208,8 +216,9 @@ def _advance(call: Call, piece: jax.Array, buffer: jax.Array) -> None:
     at_start_HL = pltpu.roll(own_HL, start, 1)
     is_place_L = (place_L >= place) & (place_L < place + count)
     scratch.decay_B[buffer] = jnp.where(is_place_L, at_start_HL, decay_HL)
-    scratch.reach_HL[...] = jnp.where(place_L < CHUNK, decay_HL, pltpu.roll(own_HL, CHUNK, 1))
-    delta_products.multiply(call, buffer, (start, known), (total_NM, beta_NM))
+    if call.shape.delta:
+        scratch.reach_HL[...] = jnp.where(place_L < CHUNK, decay_HL, pltpu.roll(own_HL, CHUNK, 1))
+    _products(call.shape).multiply(call, buffer, (start, known), (total_NM, beta_NM))
     _write_rows(call, piece, tile)
     # All pieces of a visit write the same sums of decays, so that only the last one may.
     pl.when(call.scalars.ends_P[piece] > 0)(partial(_write_decays, call, piece, buffer))
@@ -241,8 +250,8 @@ def _write_rows(call: Call, piece: jax.Array, tile: Any) -> None:
         _wait_for_rows(call, side)
 
     scratch.new_keys_SNKd[side] = call.given.keys_NKd[...]
-    scratch.new_fresh_SNHv[side] = scratch.fresh_HCv[:, tile, :].swapaxes(0, 1)
-    scratch.out_SNHv[side] = scratch.out_HNv[...].swapaxes(0, 1)
+    scratch.new_fresh_SNGv[side] = scratch.fresh_GCv[:, tile, :].swapaxes(0, 1)
+    scratch.out_SNGv[side] = scratch.out_GNv[...].swapaxes(0, 1)
     if call.shape.by_element:
         scratch.new_decay_S[side] = scratch.decay_by_head[:, tile, :].swapaxes(0, 1)
     _start_rows(call, piece, side)
@@ -311,10 +320,10 @@ def _row_writes(call: Call, side: jax.Array, places: tuple[Any, ...], num_tokens
     copy = partial(pltpu.make_async_copy, sem=call.semaphores.written_S.at[side])
     rows, ring, tokens = (pl.ds(first, num_tokens) for first in (held, place, token))
     yield copy(scratch.new_keys_SNKd.at[side, rows], pools.keys_RCKd.at[row, ring])
-    yield copy(scratch.new_fresh_SNHv.at[side, rows], pools.fresh_RCHv.at[row, ring])
+    yield copy(scratch.new_fresh_SNGv.at[side, rows], pools.fresh_RCHv.at[row, ring])
     if call.shape.by_element:
         yield copy(scratch.new_decay_S.at[side, rows], pools.decay_RCHx.at[row, ring])
-    yield copy(scratch.out_SNHv.at[side, rows], call.out_THv.at[tokens])
+    yield copy(scratch.out_SNGv.at[side, rows], call.out_THv.at[tokens])
     yield copy(call.given.inputs_TKW.at[tokens], pools.inputs_RJKW.at[row, pl.ds(window, num_tokens)])
 
 

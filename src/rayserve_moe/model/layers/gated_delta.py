@@ -39,8 +39,8 @@ EPS = 1e-6
 """Added to the sum of squares of a query or key."""
 
 
-class DeltaSizes(Protocol):
-    """Sizes that `states`, `prepare` and `advance_layer` need of a mixer."""
+class StateSizes(Protocol):
+    """Sizes that `states` and `prepare` need of a mixer."""
 
     @property
     def kind(self) -> str: ...
@@ -63,6 +63,10 @@ class DeltaSizes(Protocol):
     @property
     def num_decays(self) -> int:
         """Return the number of decays of a head: 1, or one per element of a key."""
+
+
+class DeltaSizes(StateSizes, Protocol):
+    """Sizes and gates that `advance_layer` needs of a mixer."""
 
     @property
     def gates(self) -> GateRule: ...
@@ -112,7 +116,7 @@ class GatedDelta:
         """Return None: the mixer has no scores."""
 
 
-def key_repeats(own: DeltaSizes, tensor_size: int) -> int:
+def key_repeats(own: StateSizes, tensor_size: int) -> int:
     """Return the number of devices that hold each key head."""
     return max(1, tensor_size // own.num_key_heads)
 
@@ -190,8 +194,19 @@ def _file_forms(own: GatedDelta, per_key: int, repeats: int) -> dict[str, FileFo
     }
 
 
-def states(own: DeltaSizes, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
-    """Return the entry and the ring of a row (`DeltaPools`), float32 for every compute dtype."""
+def states(
+    own: StateSizes,
+    *,
+    kernels: Kernels,
+    tensor_size: int,
+    heads_of_block: int = 1,
+    input_rows: tuple[int, int] | None = None,
+) -> tuple[StateKind, ...]:
+    """Return the entry and the ring of a row (`DeltaPools`), float32 for every compute dtype.
+
+    Values of `heads_of_block` heads lie side by side. Inputs of the convolution lie in `input_rows` (number, width) if
+    given, otherwise in a row for each key head.
+    """
     heads, key_heads = own.num_value_heads, own.num_key_heads * key_repeats(own, tensor_size)
     channels = 2 * own.key_dim + heads // key_heads * own.value_dim
     places = kernels.recurrence.decay_places if own.num_decays == 1 else 0
@@ -199,17 +214,19 @@ def states(own: DeltaSizes, *, kernels: Kernels, tensor_size: int) -> tuple[Stat
     def array(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ArraySpec:
         return ArraySpec(shape, axes, "float32")
 
+    blocks, block_width = heads // heads_of_block, heads_of_block * own.value_dim
+    inputs = input_rows or (key_heads, channels)
     entry = (
-        array((heads, own.key_dim, own.value_dim), ("heads", None, None)),
-        array((own.num_taps - 1, key_heads, channels), (None, "kv_heads", None)),
+        array((blocks, own.key_dim, block_width), ("heads", None, None)),
+        array((own.num_taps - 1, *inputs), (None, "kv_heads", None)),
     )
     ring = (
         array((CHUNK, key_heads, own.key_dim), (None, "kv_heads", None)),
-        array((CHUNK, heads, own.value_dim), (None, "heads", None)),
+        array((CHUNK, blocks, block_width), (None, "heads", None)),
         array((heads, places), ("heads", None))
         if places
         else array((CHUNK, heads, own.num_decays), (None, "heads", None)),
-        array((WINDOW_ROWS, key_heads, channels), (None, "kv_heads", None)),
+        array((WINDOW_ROWS, *inputs), (None, "kv_heads", None)),
     )
     return (StateKind(STATE, "entry", entry, entry_tokens=CHUNK, ring=ring),)
 
@@ -225,7 +242,7 @@ class DeltaStep(NamedTuple):
     """Rows with a ring."""
 
 
-def prepare(own: DeltaSizes, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> DeltaStep:
+def prepare(own: StateSizes, batch: TokenBatch, pools: Pools, *, config: ModelConfig) -> DeltaStep:
     """Split the tokens of a step into pieces, and find the earlier tokens that the convolution reads."""
     assert batch.entries_B3 is not None and batch.rows_B is not None, "rows know their entries"
     entries, num_blocks = RowEntries(*batch.entries_B3.T), batch.num_prefill_blocks

@@ -6,10 +6,12 @@ x, and `beta` is the step dt.
 """
 
 # T tokens   L layers of the kind   D model width   K groups   H heads   d state width   v head width   J taps
+# R rows and l lanes of a pool's inputs
 # I inner width: heads * v   N width of B and of C: groups * d   W channels of a group: C, B, and x of its heads
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +20,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from rayserve_moe.kernels.operations import Kernels
 from rayserve_moe.kernels.reference.gated_delta import WINDOW_ROWS, DeltaPools, DeltaTokens
 from rayserve_moe.kernels.reference.layers import project, rms_norm
 from rayserve_moe.model.layers import gated_delta
@@ -26,6 +29,7 @@ from rayserve_moe.model.layers.kinds import LayerInputs, Mixer
 from rayserve_moe.model.model_config import Pools
 from rayserve_moe.model.param_spec import TRANSPOSED, FileForm, ParamSpec
 from rayserve_moe.model.spec import ModelSpec
+from rayserve_moe.state.kinds import StateKind
 
 KIND = "mamba2"
 
@@ -143,22 +147,22 @@ def apply(own: Mamba2, rows: tuple[jax.Array, Pools], inputs: LayerInputs) -> tu
     place, arrays = (layer * step.num_entries, layer * step.num_rows), DeltaPools(*pools[STATE])
     with jax.named_scope("projections"):
         z_TI, channels_TKW, step_TH = by_rows(lambda part_TD: _projected(own, part_TD, of_layer), normed_TD)
+        row_shape, group_shape = arrays.inputs_RJKW.shape[2:], channels_TKW.shape
+        channels_TRl = _in_rows(channels_TKW, row_shape)
     with jax.named_scope("convolution"):
         taps = (of_layer[name][:, 0] for name in ("c_taps_LJ1N", "b_taps_LJ1N", "x_taps_LJ1I"))
         biases = [of_layer[name][None] for name in ("c_bias_LN", "b_bias_LN", "x_bias_LI") if own.conv_bias]
-        bias_KW = _by_group(*biases, own)[0] if biases else None
-        mixed_TKW = kernels.short_conv(
-            channels_TKW, _by_group(*taps, own), arrays, step.history, layer=place, bias_KW=bias_KW
-        ).astype(normed_TD.dtype)
+        bias_Rl = _in_rows(_by_group(*biases, own), row_shape)[0] if biases else None
+        taps_JRl = _in_rows(_by_group(*taps, own), row_shape)
+        mixed_TRl = kernels.short_conv(channels_TRl, taps_JRl, arrays, step.history, layer=place, bias_KW=bias_Rl)
+        mixed_TKW = _from_rows(mixed_TRl.astype(normed_TD.dtype), group_shape)
     with jax.named_scope("recurrence"):
         decay_TH = -jnp.exp(of_layer["decay_LH"]) * step_TH
-        tokens = DeltaTokens(*_split(mixed_TKW, own), decay_TH[..., None], step_TH, channels_TKW)
+        tokens = DeltaTokens(*_split(mixed_TKW, own), decay_TH[..., None], step_TH, channels_TRl)
         out_THv, arrays = kernels.advance(tokens, arrays, step.pieces, layer=place, delta=False)
         out_THv = out_THv + of_layer["skip_LH"][:, None] * tokens.values_THv.astype(jnp.float32)
     with jax.named_scope("output_product"):
-        multiply = partial(
-            _output_product, of_layer=of_layer, num_groups=channels_TKW.shape[1], eps=config.spec.norm_eps
-        )
+        multiply = partial(_output_product, of_layer=of_layer, num_groups=group_shape[1], eps=config.spec.norm_eps)
         out_TD = by_rows(multiply, (out_THv, z_TI, of_step.valid_T))
         out_TD = config.plan.sum_over_tensor(out_TD).astype(normed_TD.dtype)
     return out_TD, {**pools, STATE: tuple(arrays)}
@@ -200,4 +204,37 @@ def _by_group(c_JN: jax.Array, b_JN: jax.Array, x_JI: jax.Array, own: Mamba2) ->
     return jnp.concatenate([c_JKd, b_JKd, x_JI.reshape(len(x_JI), c_JKd.shape[1], -1)], axis=-1)
 
 
-MIXER = Mixer(parameters, gated_delta.states, None, gated_delta.prepare, apply)
+def _in_rows(channels_TKW: jax.Array, row_shape: tuple[int, ...]) -> jax.Array:
+    """Flatten channels and zero-pad them to the row shape of a pool: [T, *row_shape]."""
+    flat = channels_TKW.reshape(len(channels_TKW), -1)
+    flat = jnp.pad(flat, ((0, 0), (0, math.prod(row_shape) - flat.shape[1])))
+    return flat.reshape(-1, *row_shape)
+
+
+def _from_rows(channels_TRl: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Undo `_in_rows`: drop the padding and restore `shape`."""
+    return channels_TRl.reshape(len(channels_TRl), -1)[:, : math.prod(shape[1:])].reshape(shape)
+
+
+def states(own: Mamba2, *, kernels: Kernels, tensor_size: int) -> tuple[StateKind, ...]:
+    """Return the entry and the ring of a row; they fill the tiles of the kernels.
+
+    XLA on TPUs copies other pools between layouts: those with values of 64, or with inputs of one group on a device.
+    """
+    if kernels.recurrence.tile is None:
+        return gated_delta.states(own, kernels=kernels, tensor_size=tensor_size)
+    (num_rows, width), heads_of_group = kernels.recurrence.tile, own.num_value_heads // own.num_key_heads
+    heads_of_block = max(1, width // own.value_dim)
+    fills_rows = width % own.value_dim == 0 and heads_of_group % heads_of_block == 0
+    channels = own.num_key_heads * (2 * own.key_dim + heads_of_group * own.value_dim) // tensor_size
+    rows_of_device = math.ceil(channels / (width * num_rows)) * num_rows
+    return gated_delta.states(
+        own,
+        kernels=kernels,
+        tensor_size=tensor_size,
+        heads_of_block=heads_of_block if fills_rows else 1,
+        input_rows=(rows_of_device * tensor_size, width),
+    )
+
+
+MIXER = Mixer(parameters, states, None, gated_delta.prepare, apply)

@@ -77,9 +77,9 @@ class Region:
 
 @dataclass(frozen=True)
 class RegionRuns:
-    """Executions of a region that is known by its copies of a size.
+    """Executions of a region that has a copy of `num_bytes`, and copies of any size in the given directions alone.
 
-    It is the largest region that only reads such arrays, or only writes them, or the smallest one that does both.
+    Of several such regions it is the outermost, or the innermost if it reads and writes.
     """
 
     num_bytes: int
@@ -189,15 +189,15 @@ class Schedule:
 
     def _copying(self, wanted: RegionRuns) -> list[Region]:
         """Return the regions whose copies are those of `wanted`, in order."""
-        of_size = [transfer for transfer in self.transfers if transfer.num_bytes == wanted.num_bytes]
-        sides = (wanted.reads, wanted.writes)
 
-        def sides_of(region: Region) -> tuple[bool, bool]:
-            inside = [one.to_hbm for one in of_size if region.first <= one.address <= region.last]
-            return False in inside, True in inside
+        def is_wanted(region: Region) -> bool:
+            inside = [one for one in self.transfers if region.first <= one.address <= region.last]
+            sides = {one.to_hbm for one in inside}
+            has_size = any(one.num_bytes == wanted.num_bytes for one in inside)
+            return has_size and (False in sides, True in sides) == (wanted.reads, wanted.writes)
 
-        alike = [region for region in self.regions if sides_of(region) == sides]
-        if all(sides):
+        alike = [region for region in self.regions if is_wanted(region)]
+        if wanted.reads and wanted.writes:
             return [region for region in alike if not any(region.holds(other) for other in alike)]
         return [region for region in alike if not any(other.holds(region) for other in alike)]
 

@@ -316,7 +316,7 @@ def _delta_rule(instruction: Instruction, work: RecurrentWork) -> KernelWork:
         (PIECE * row, False, True, work.num_blocks),
     )
     if not by_element:
-        runs = (*runs, (row, False, True, work.num_singles), (row, False, True, work.num_visits))
+        runs = (*runs, (row, False, True, work.num_singles), (int(sums), False, True, work.num_visits))
     return KernelWork(
         num_bytes,
         (),
