@@ -11,7 +11,7 @@ from rayserve_moe.cli import main
 from rayserve_moe.model.family_table import FAMILIES, spec_from_config
 from rayserve_moe.model.parameters import parameter_specs
 from rayserve_moe.tools.check_command import render
-from rayserve_moe.tools.compile_check import CheckReport, check
+from rayserve_moe.tools.compile_check import CheckReport, check, estimator_of
 from rayserve_moe.tools.hlo_report import Collective
 from rayserve_moe.tools.presets import PresetError, preset_names, read_config
 from rayserve_moe.tools.program_report import DeviceMemory, ProgramReport
@@ -261,6 +261,12 @@ def test_the_table_shows_what_fits_and_what_does_not():
 def test_wrong_use_is_answered_with_a_sentence(arguments, message, capsys):
     assert main(["compile-check", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_few_layers_that_alternate_are_not_estimated(tmp_path):
+    case = case_of("nemotron-3-nano-30b-a3b", "v6e:2x2", {}, num_layers=7)
+    with pytest.raises(ValueError, match=r"estimating 7 layers: kinds of layers alternate, up to \d+; compile all"):
+        estimator_of(case, dump=tmp_path)
 
 
 PUBLISHED = {

@@ -21,6 +21,7 @@ from rayserve_moe.execution.programs.compiled import compile_programs, lowered, 
 from rayserve_moe.execution.programs.specs import Program, programs_of
 from rayserve_moe.execution.served_model import ServedModel, beside_weights
 from rayserve_moe.model.family_table import spec_from_config
+from rayserve_moe.model.layer_runs import layer_runs
 from rayserve_moe.parallel.mesh import plan_for
 from rayserve_moe.tools.estimate.dump import DumpFolder
 from rayserve_moe.tools.estimate.report import Estimator
@@ -154,8 +155,13 @@ class Counted:
 
 
 def estimator_of(case: ServedCase, *, dump: Path) -> Estimator:
-    """Return an estimator of a case's steps for the whole model. libtpu must be loaded with `dump_environment`."""
+    """Return an estimator of a case's steps for the whole model. libtpu must be loaded with `dump_environment`.
+
+    Raises ValueError if only some layers are compiled, of a model whose layers alternate: a step has no layer to add.
+    """
     served = lay_out(replace(case, num_layers=0))
+    if case.num_layers and (period := max(len(run.period) for run in layer_runs(served.config.spec))) > 1:
+        raise ValueError(f"estimating {case.num_layers} layers: kinds of layers alternate, up to {period}; compile all")
     page_size = served.settings.cache.page_size
     sizes = StepSizes(case.topology, served.num_rows, served.longest, page_size, served.dtype, served.kv_dtype)
     return Estimator(DumpFolder(dump), served.config, sizes)
