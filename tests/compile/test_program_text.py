@@ -200,6 +200,30 @@ def test_tokens_of_the_shape_of_a_ring_are_no_copy_of_it():
     }
 
 
+OTHER_POOL = """
+HloModule two_pools
+
+ENTRY %main (ring: f32[9,4], inputs: f32[50,4], at: s32[]) -> (f32[3,4], f32[3,4]) {
+  %ring = f32[9,4]{1,0} parameter(0)
+  %inputs = f32[50,4]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %of_ring = f32[3,4]{1,0} dynamic-slice(%ring, %at, %at), dynamic_slice_sizes={3,4}
+  %of_inputs = f32[3,4]{1,0} dynamic-slice(%inputs, %at, %at), dynamic_slice_sizes={3,4}
+  ROOT %all = (f32[3,4]{1,0}, f32[3,4]{1,0}) tuple(%of_ring, %of_inputs)
+}
+"""
+
+
+def test_a_few_rows_of_a_larger_pool_are_no_copy_of_a_smaller_one():
+    ring = Piece("ring", "f32", (4,), 9, is_written=True, pool_elements=36)
+    assert [copy.instruction for copy in copies_of(read_program(OTHER_POOL), [ring])] == ["of_ring"]
+    inputs = Piece("inputs", "f32", (4,), 9, is_written=True, pool_elements=200)
+    assert [copy.instruction for copy in copies_of(read_program(OTHER_POOL), [inputs])] == ["of_inputs"]
+    for pieces in ([ring, inputs], [inputs, ring]):
+        found = copies_of(read_program(OTHER_POOL), pieces)
+        assert {(copy.kind, copy.instruction) for copy in found} == {("ring", "of_ring"), ("inputs", "of_inputs")}
+
+
 def test_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="no entry computation"):
         read_program("HloModule nothing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rayserve_moe.tools.hlo_text import ArrayShape, Execution, Instruction, Origins, ProgramText
@@ -127,19 +128,25 @@ def copies_of(program: ProgramText, pieces: list[Piece]) -> list[CopyOfPiece]:
         if instruction.opcode in NO_RESULT_OF_THEIR_OWN:
             continue
         for shape in instruction.shapes:
-            piece = _piece_of(shape, pieces)
-            if piece is None or shape.space != HBM or not _only_moves(program, instruction, result=shape, piece=piece):
+            if shape.space != HBM:
                 continue
-            if piece.is_written:
-                is_copy = not piece.pool_elements or (
-                    shape.num_elements <= piece.pool_elements and _is_moved_from(program, execution, piece)
-                )
-            else:
-                taken_from = origins.arguments(execution.computation, instruction)
-                is_copy = any(_piece_of(own, [piece]) for argument in taken_from for own in argument.shapes)
-            if is_copy:
+            copied = (piece for piece in _pieces_of(shape, pieces) if _is_copy(origins, execution, shape, piece))
+            if (piece := next(copied, None)) is not None:
                 found.append(CopyOfPiece(piece.kind, instruction.name, _text(shape), shape.num_bytes, execution.times))
     return found
+
+
+def _is_copy(origins: Origins, execution: Execution, result: ArrayShape, piece: Piece) -> bool:
+    """Return True if a result of the shape of a piece is moved from where such pieces lie."""
+    program, instruction = origins.program, execution.instruction
+    if not _only_moves(program, instruction, result=result, piece=piece):
+        return False
+    if piece.is_written:
+        return not piece.pool_elements or (
+            result.num_elements <= piece.pool_elements and _is_moved_from(program, execution, result, piece)
+        )
+    taken_from = origins.arguments(execution.computation, instruction)
+    return any(any(_pieces_of(own, [piece])) for argument in taken_from for own in argument.shapes)
 
 
 def activation_copies(program: ProgramText, pieces: list[Piece]) -> list[ActivationCopy]:
@@ -154,7 +161,8 @@ def activation_copies(program: ProgramText, pieces: list[Piece]) -> list[Activat
             continue
         for shape in instruction.shapes:
             is_large, is_in_hbm = shape.num_bytes >= MIN_COPY_BYTES, shape.space == HBM
-            if is_large and _piece_of(shape, pieces) is None and _moves_all(program, instruction, result=shape):
+            is_piece = any(_pieces_of(shape, pieces))
+            if is_large and not is_piece and _moves_all(program, instruction, result=shape):
                 copy = instruction.name, _text(shape), shape.num_bytes, execution.times
                 found.append(ActivationCopy(*copy, instruction.scope, is_in_hbm, instruction.cycles))
     return found
@@ -215,14 +223,14 @@ def cycles_of(program: ProgramText) -> tuple[int, int]:
     return once, sum(execution.instruction.cycles * execution.times for execution in executions)
 
 
-def _piece_of(shape: ArrayShape, pieces: list[Piece]) -> Piece | None:
+def _pieces_of(shape: ArrayShape, pieces: list[Piece]) -> Iterator[Piece]:
+    """Yield the pieces that an array of a shape may hold."""
     dims = [size for size in shape.dims if size != 1]
     for piece in pieces:
         own = sorted(size for size in piece.dims if size != 1)
         same_type = shape.dtype == piece.dtype and shape.num_elements >= piece.min_elements
         if same_type and sorted(dims[-len(own) :]) == own:
-            return piece
-    return None
+            yield piece
 
 
 def _only_moves(program: ProgramText, instruction: Instruction, *, result: ArrayShape, piece: Piece) -> bool:
@@ -231,10 +239,11 @@ def _only_moves(program: ProgramText, instruction: Instruction, *, result: Array
     return all(part.opcode in moves for part in program.fused(instruction) if _is_as_large(part, result))
 
 
-def _is_moved_from(program: ProgramText, execution: Execution, piece: Piece) -> bool:
+def _is_moved_from(program: ProgramText, execution: Execution, result: ArrayShape, piece: Piece) -> bool:
     """Return True if a result is moved from an array as large as the pool of a piece.
 
-    Tokens of a step may have the shape of a piece, and are moved from smaller arrays.
+    Tokens of a step may have the shape of a piece, and are moved from smaller arrays. So may a few rows of another
+    pool, which are a smaller part of it than a piece would be.
     """
     beside = {one.name: one for one in program.computations[execution.computation]}
     waiting = [execution.instruction]
@@ -246,7 +255,8 @@ def _is_moved_from(program: ProgramText, execution: Execution, piece: Piece) -> 
             # The results of a loop or a kernel are taken from its tuple one by one.
             is_array = len(source.shapes) == 1 or source.opcode.endswith("-start")
             shapes = [shape for shape in source.shapes if is_array and shape.dtype == piece.dtype]
-            if any(shape.num_elements >= piece.pool_elements for shape in shapes):
+            pools = (shape.num_elements for shape in shapes if shape.num_elements >= piece.pool_elements)
+            if any(pool * piece.min_elements <= result.num_elements * piece.pool_elements for pool in pools):
                 return True
             if source.opcode.endswith("-start") or _only_moves(program, source, result=source.shapes[0], piece=piece):
                 waiting.append(source)
