@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_before_start, note, save
 from benchmarks.engine_runs import run_engine
-from benchmarks.peers.process import PeerProcess
+from benchmarks.peers.process import PeerProcess, exit_on_termination
 from benchmarks.table import tables
 from benchmarks.workloads import WORKLOADS, add_workload_options, prompts_of
 from rayserve_moe.inprocess.engine import Engine
@@ -55,6 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, write the result file, print its tables."""
     arguments = parse_arguments()
+    exit_on_termination()
     with_peer = not arguments.no_transformers and util.find_spec("torch") is not None
     if not with_peer and not arguments.no_transformers:
         note("torch is not installed: transformers is left out (`make bench` installs it)")

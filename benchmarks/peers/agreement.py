@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.engine_runs import run_engine
 from benchmarks.peers.folders import add_peers_option, installed
+from benchmarks.peers.process import exit_on_termination
 from benchmarks.peers.run import SCRIPTS, facts_for, start
 from benchmarks.workloads import FIRST_PLAIN_ID, Workload
 from rayserve_moe.checkpoints.synthetic import (
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SCRIPTS), help="comma-separated")
     add_peers_option(parser)
     chosen = parser.parse_args()
+    exit_on_termination()
     folders, model = chosen.peers.resolve(), model_of(chosen.size)
     shape = (WORKLOAD.num_requests, WORKLOAD.prompt_len)
     prompts = np.random.default_rng(0).integers(FIRST_PLAIN_ID, model.vocab_size, shape).tolist()

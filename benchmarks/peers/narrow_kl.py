@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.conditions import RESULTS, checkpoint_of, note, save
 from benchmarks.peers.folders import add_peers_option, installed
-from benchmarks.peers.process import PeerProcess
+from benchmarks.peers.process import PeerProcess, exit_on_termination
 from benchmarks.peers.run import start
 from benchmarks.peers.tables import narrow_kl as as_table
 from benchmarks.workloads import FIRST_PLAIN_ID
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "narrow_kl.json")
     add_peers_option(parser)
     chosen = parser.parse_args()
+    exit_on_termination()
     vocabulary = read_config(checkpoint_of(chosen.size))["vocab_size"]
     shape = (chosen.sequences, chosen.tokens)
     sequences = np.random.default_rng(0).integers(FIRST_PLAIN_ID, vocabulary, shape).tolist()

@@ -15,7 +15,9 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +27,14 @@ from benchmarks.engine_runs import check_complete
 from benchmarks.workloads import Workload
 
 CLOSING_S = 20.0
+
+
+def exit_on_termination() -> None:
+    """Make SIGTERM raise SystemExit, so that a benchmark that is cut off closes its peers.
+
+    A stopped peer does not notice that its parent has ended. Call from the main thread.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 class PeerProcess:
@@ -39,11 +49,10 @@ class PeerProcess:
             env={**os.environ, **environment},
             start_new_session=True,
         )
-        try:
+        with ExitStack() as unless_it_answers:
+            unless_it_answers.callback(self._close)
             self.facts = self._read()
-        except RuntimeError:
-            self._close()
-            raise
+            unless_it_answers.pop_all()
         self._signal(signal.SIGSTOP)
 
     def run(

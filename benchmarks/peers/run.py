@@ -31,7 +31,7 @@ from benchmarks.conditions import RESULTS, checkpoint_of, conditions, load_befor
 from benchmarks.engine_runs import in_turn, run_engine
 from benchmarks.peers.bandwidth import most_tokens_per_s, read_bytes_per_s
 from benchmarks.peers.folders import add_peers_option, installed
-from benchmarks.peers.process import PeerProcess
+from benchmarks.peers.process import PeerProcess, exit_on_termination
 from benchmarks.peers.quiet import undisturbed
 from benchmarks.peers.tables import OURS
 from benchmarks.table import tables
@@ -146,6 +146,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, write the result file, print its tables."""
     arguments = parse_arguments()
+    exit_on_termination()
     load_before, path = load_before_start(), checkpoint_of(arguments.size)
     spec, bandwidths, workloads = spec_from_config(read_config(path)), [read_bytes_per_s()], {}
     others = [name for name in arguments.sides if name != XLA]

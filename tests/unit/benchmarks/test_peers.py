@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
 import sys
 import time
 import zipfile
@@ -20,6 +22,7 @@ from benchmarks.workloads import Workload
 from rayserve_moe.checkpoints.files import open_checkpoint
 from rayserve_moe.checkpoints.synthetic import FAMILY_PRESETS, ensure_checkpoint
 from rayserve_moe.model.family_table import spec_from_config
+from tests.support.serving.http_client import wait_until
 
 COUNTING = """
 import json, sys, threading, time
@@ -64,6 +67,45 @@ def test_a_peer_that_does_less_is_refused(peer: PeerProcess):
 def test_a_peer_that_ends_is_told():
     with pytest.raises(RuntimeError, match="has ended"):
         PeerProcess([sys.executable, "-c", ""], environment={})
+
+
+CUT_OFF = """
+import sys, time
+from benchmarks.peers.process import PeerProcess, exit_on_termination
+exit_on_termination()
+with PeerProcess([sys.executable, "-c", *sys.argv[1:]], environment={}):
+    print("stopped", flush=True)
+    time.sleep(600)
+"""
+WITH_A_SERVER = """
+import subprocess, sys
+ended, answers = sys.argv[1:]
+server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+try:
+    if answers == "yes":
+        print("{}", flush=True)
+    open(ended + ".started", "w").close()
+    sys.stdin.read()
+finally:
+    server.kill()
+    server.wait()
+    open(ended, "w").close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", ["yes", "no"])
+def test_a_benchmark_that_is_cut_off_closes_its_peer(answers, tmp_path):
+    """In mid-run, when the peer is stopped, and while it starts."""
+    ended, started = tmp_path / "ended", tmp_path / "ended.started"
+    command = [sys.executable, "-c", CUT_OFF, WITH_A_SERVER, str(ended), answers]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as benchmark:
+        if answers == "yes":
+            assert benchmark.stdout.readline() == "stopped\n"
+        wait_until(started.exists)
+        benchmark.terminate()
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
+    assert ended.exists(), "the peer ended its server"
 
 
 ECHO = """
