@@ -1,6 +1,7 @@
 """Log-probs of sampled tokens against their scores, and speed with `invariant_products` on and off.
 
     python -m benchmarks.invariance [--parts "native on,xla on,xla off,cost,tpus"] [--tokens 100000] [--size small]
+    python -m benchmarks.invariance --parts tpus --only "30B on v6e:2x4, decode, 16 a rank"
 
 Equality: under several versions of the weights, answers of mixed lengths are sampled together with others, and their
 prompts with the answers are scored in batches of their own; log-probs are compared to the bit. The ratio of a token is
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -146,11 +147,12 @@ KEPT = ("step", "layer", "compiled_layers", "num_layers")
 """Fields of an estimate that the result file keeps."""
 
 
-def on_tpus(known: dict[str, Any], *, save_now: Callable[[], None]) -> None:
-    """Estimate each step with the setting on and off; write the result file after each."""
-    for (name, case), setting in product(STEPS_OF_TPUS.items(), ("off", "on")):
+def on_tpus(known: dict[str, Any], names: Iterable[str], *, save_now: Callable[[], None]) -> None:
+    """Estimate these steps with the setting on and off; write the result file after each."""
+    for name, setting in product(names, ("off", "on")):
         with tempfile.TemporaryDirectory() as folder:
-            found = estimated(f"{name}, {setting}", [*case.options(folder), "--invariant-products", setting])
+            options = STEPS_OF_TPUS[name].options(folder)
+            found = estimated(f"{name}, {setting}", [*options, "--invariant-products", setting])
         known.setdefault(name, {})[setting] = {key: found[key] for key in KEPT if key in found}
         note(f"{name}, {setting}: {found['step']['seconds'] * 1e3:.2f} ms")
         save_now()
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--size", choices=list(PRESETS), default="small", help="synthetic preset for the cost")
     parser.add_argument("--tokens", type=int, default=100_000, help="compared, of each kernels")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=list(STEPS_OF_TPUS), action="append", help="steps of TPUs; may be repeated")
     parser.add_argument("--out", type=Path, default=RESULTS / "invariance.json")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -176,7 +179,8 @@ def main() -> None:
             cost(known, arguments.size, repeats=arguments.repeats, save_now=partial(save, result, out))
             continue
         if part == "tpus":
-            on_tpus(result[KEY].setdefault("tpus", {}), save_now=partial(save, result, out))
+            steps = result[KEY].setdefault("tpus", {})
+            on_tpus(steps, arguments.only or STEPS_OF_TPUS, save_now=partial(save, result, out))
             continue
         kernels, setting = part.split()
         found = equality(kernels, setting, num_tokens=arguments.tokens)
