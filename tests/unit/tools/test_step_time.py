@@ -107,12 +107,19 @@ SCHEDULES = {"first": schedule(copy="1000"), "beside": schedule(500), "worked": 
 
 
 def read(
-    text: str = PROGRAM, schedules: dict[str, str] | None = None, *, chip: str = "v6e", missing_layers: int = 0
+    text: str = PROGRAM,
+    schedules: dict[str, str] | None = None,
+    *,
+    chip: str = "v6e",
+    missing_layers: int = 0,
+    work: StepWork = WORK,
+    num_expert_layers: int = 1,
 ) -> Estimate:
     program, figures = read_program(text), CHIPS[chip]
     place = Slice(figures, ((0, 0, 0), (1, 0, 0)))
-    reader = ProgramReader(program, Schedules(program, SCHEDULES if schedules is None else schedules), place, WORK)
-    return estimate(reader.tree(), chip=figures, work=WORK, missing_layers=missing_layers)
+    dumped = Schedules(program, SCHEDULES if schedules is None else schedules)
+    reader = ProgramReader(program, dumped, place, work, num_expert_layers)
+    return estimate(reader.tree(), chip=figures, work=work, missing_layers=missing_layers)
 
 
 def op_named(found: Estimate, name: str) -> Op:
@@ -336,6 +343,97 @@ def test_rounds_that_only_a_run_can_count_are_one_in_all(first, times):
     found = read(ROUNDS.replace("FIRST", first), {"work": schedule()})
     (work,) = found.ops
     assert work.times == times
+
+
+EXPERTS = """\
+HloModule experts, is_scheduled=true
+
+FileNames
+1 "/somewhere/src/rayserve_moe/kernels/reference/expert_products.py"
+
+FunctionNames
+1 "multiply_in_blocks"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=131 end_line=131 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%block (p: (s32[], s32[])) -> (s32[], s32[]) {
+  %p = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %needed = s32[] get-tuple-element(%p), index=1
+  %is_there = pred[] compare(%i, %needed), direction=LT
+  %rows = f32[8]{0} conditional(%is_there, %i, %i), true_computation=%multiply, false_computation=%zeros
+  ROOT %out = (s32[], s32[]) tuple(%i, %needed)
+}
+
+%multiply (m: s32[]) -> f32[8] {
+  %m = s32[] parameter(0)
+  ROOT %product = f32[8]{0} fusion(%m), kind=kLoop, calls=%inner
+}
+
+%zeros (z: s32[]) -> f32[8] {
+  %z = s32[] parameter(0)
+  ROOT %zero = f32[8]{0} fusion(%z), kind=kLoop, calls=%inner.2
+}
+
+%inner (a: s32[]) -> f32[8] {
+  %a = s32[] parameter(0)
+  ROOT %wide = f32[8]{0} broadcast(%a), dimensions={}
+}
+
+%inner.2 (a.2: s32[]) -> f32[8] {
+  %a.2 = s32[] parameter(0)
+  ROOT %wide.2 = f32[8]{0} broadcast(%a.2), dimensions={}
+}
+
+%open (o: (s32[], s32[])) -> pred[] {
+  %o = (s32[], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%o), index=0
+  %k = s32[] get-tuple-element(%o), index=1
+  ROOT %less = pred[] compare(%j, %k), direction=LT
+}
+
+%layer (l: (s32[], s32[])) -> (s32[], s32[]) {
+  %l = (s32[], s32[]) parameter(0)
+  %one = (s32[], s32[]) while(%l), condition=%open, body=%block, metadata={op_name="while" stack_frame_id=1}
+  ROOT %other = (s32[], s32[]) while(%one), condition=%open, body=%block, metadata={op_name="while" stack_frame_id=1}
+}
+
+%three (t: (s32[], s32[])) -> pred[] {
+  %t = (s32[], s32[]) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %limit = s32[] constant(3)
+  ROOT %more = pred[] compare(%n, %limit), direction=LT
+}
+
+ENTRY %main (state: (s32[], s32[])) -> (s32[], s32[]) {
+  %state = (s32[], s32[]) parameter(0)
+  ROOT %layers = (s32[], s32[]) while(%state), condition=%three, body=%layer, metadata={op_name="while"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("expert_rows", "num_layers", "blocks_of_slot"),
+    [(64, 3, 1), (2048, 3, 1), (2049, 3, 2), (4000, 3, 2), (1024, 6, 1), (4000, 6, 4)],
+)
+def test_a_loop_over_blocks_of_experts_multiplies_those_of_even_routing(
+    expert_rows: int, num_layers: int, blocks_of_slot: int
+):
+    """Blocks have 256 rows, and four slots are in use.
+
+    A trip of the loop over layers calls twice: the calls share the rows of a layer, or belong to two layers.
+    """
+    few = {"product": schedule(), "zero": schedule(5)}
+    found = read(EXPERTS, few, work=replace(WORK, expert_rows=expert_rows), num_expert_layers=num_layers)
+    times = {one.op.name: 0.0 for one in found.ops}
+    for one in found.ops:
+        times[one.op.name] += one.times
+    assert times == {"product": 2 * 4 * blocks_of_slot}
+    assert found.step.bundles == 3 * times["product"] * BUNDLES
 
 
 KERNELS = """\

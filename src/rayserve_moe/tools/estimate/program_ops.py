@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from rayserve_moe.kernels.invariant import TPU_ROWS_PER_BLOCK
+from rayserve_moe.kernels.reference.expert_products import multiply_in_blocks
 from rayserve_moe.tools.estimate.dump import Schedules
 from rayserve_moe.tools.estimate.kernel_work import PARALLEL, KernelWork, kernel_name, work_of
 from rayserve_moe.tools.estimate.links import Slice, groups_of
@@ -17,6 +19,8 @@ from rayserve_moe.tools.estimate.step_work import StepWork
 from rayserve_moe.tools.hlo_report import COLLECTIVES, HBM
 from rayserve_moe.tools.hlo_text import ArrayShape, Instruction, ProgramText, condition_of
 
+BLOCKS_OF_EXPERTS = multiply_in_blocks.__name__
+"""Function with a loop over blocks of rows, each of one expert. Its trips are known only at run time."""
 _BOUNDS = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
 _KERNEL_BODY = re.compile(r'"body":"([^"]*)"')
 _KERNEL_BOUNDS = re.compile(r"iteration_bounds = array<i64: ([^>]*)>")
@@ -76,6 +80,8 @@ class Loop:
     trips: int
     is_layers: bool
     """True if the trips are the layers of the model."""
+    is_of_experts: bool = False
+    """True if each trip multiplies a block of rows with their expert."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,8 @@ class Branches:
     """Blocks of a conditional; a run executes a single block."""
 
     options: list[Block]
+    is_dearest: bool = False
+    """True if the most expensive block runs, not the cheapest."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,20 @@ class ProgramReader:
     schedules: Schedules
     place: Slice
     work: StepWork
+    num_expert_layers: int = 1
+    """Compiled layers with experts."""
+    expert_trips: int = 1
+    """Trips of a loop over blocks of rows of experts."""
 
     def tree(self) -> Block:
-        return self._block(self.program.entry)
+        """Return the executions of the program. A layer's rows of experts are spread evenly over slots and calls."""
+        tree = self._block(self.program.entry)
+        calls = _calls_of_experts(tree) / max(1, self.num_expert_layers)
+        if not calls:
+            return tree
+        blocks_of_slot = math.ceil(self.work.expert_rows / calls / self.work.used_slots / TPU_ROWS_PER_BLOCK)
+        trips = math.ceil(self.work.used_slots * blocks_of_slot)
+        return replace(self, expert_trips=trips)._block(self.program.entry)
 
     def _block(self, computation: str) -> Block:
         block = Block()
@@ -125,6 +144,8 @@ class ProgramReader:
     def _loop(self, loop: Instruction, beside: dict[str, Instruction]) -> Loop:
         condition, trips = condition_of(loop), trips_of(self.program, loop, beside=beside)
         (body,) = (name for name in loop.called if name != condition)
+        if self.program.source_of(loop).endswith(f" {BLOCKS_OF_EXPERTS}"):
+            return Loop(_computing(self._block(body)), self.expert_trips, is_layers=False, is_of_experts=True)
         return Loop(
             self._block(body), trips, is_layers=bool(loop.op_name) and trips > 1 and not scope_of(loop, self.program)
         )
@@ -213,6 +234,25 @@ def scope_of(instruction: Instruction, program: ProgramText) -> str:
     """Return the named scopes of an instruction, joined by `/`; if it has none, the first scopes of its fused parts."""
     named = (part for part in [instruction, *program.fused(instruction)] if part.op_name)
     return next((part.scope for part in named), "")
+
+
+def _computing(block: Block) -> Block:
+    """Return a block whose conditionals run their most expensive branch."""
+    return Block([replace(item, is_dearest=True) if isinstance(item, Branches) else item for item in block.items])
+
+
+def _calls_of_experts(block: Block) -> int:
+    """Return the number of loops over blocks of rows of experts that a run of a block enters."""
+    total = 0
+    for item in block.items:
+        match item:
+            case Loop() if item.is_of_experts:
+                total += 1
+            case Loop():
+                total += item.trips * _calls_of_experts(item.body)
+            case Branches():
+                total += max(map(_calls_of_experts, item.options), default=0)
+    return total
 
 
 def divides_over_cores(kernel: Instruction) -> bool:

@@ -96,8 +96,9 @@ class Estimator:
             raise ValueError("steps over several slices cannot be estimated: the network between them has no figure")
         chip, work = chip_of(self.sizes.topology), step_work(self.model, self.sizes, prompt_tokens=prompt_tokens)
         place = Slice(chip, tuple(tuple(device.coords) for device in self.model.plan.mesh.devices.flat))
-        tree = ProgramReader(program, schedules, place, work).tree()
         whole = self.model.spec.num_layers
+        with_experts = sum(layer < (num_layers or whole) for layer in self.model.spec.moe_layer_ids)
+        tree = ProgramReader(program, schedules, place, work, with_experts).tree()
         everywhere = [list(range(len(place.devices)))]
         min_link_s = place.seconds("all-to-all", round(work.exchanged_bytes), groups=everywhere)
         missing = whole - (num_layers or whole)

@@ -3,8 +3,9 @@
 An op costs the maximum of its bundles, its matrix instructions, its HBM bytes and its link bytes, each over a rate, and
 an overhead; kernels also wait (`OpPrice`). It is priced twice: at the peaks of the specification, and at the rates that
 published device times support (`rates`), with the spread of its kind. An asynchronous op costs only the time that the
-ops since its start do not hide. A loop's body counts with its trips; a conditional counts its cheapest branch. Nothing
-here was measured: no contention, no launch of a program.
+ops since its start do not hide. A loop's body counts with its trips; a conditional counts its cheapest branch, but in a
+loop over blocks of experts' rows its most expensive one. Nothing here was measured: no contention, no launch of a
+program.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class Pricing:
                 case Loop():
                     yield from self.ops(item.body, times=times * item.trips, in_layer=in_layer)
                 case Branches():
-                    yield from self.ops(self._cheapest(item), times=times, in_layer=in_layer)
+                    yield from self.ops(self._chosen(item), times=times, in_layer=in_layer)
 
     def costs(self, block: Block) -> list[float]:
         """Return the seconds of each item of a block."""
@@ -236,7 +237,7 @@ class Pricing:
                 case Loop():
                     seconds.append(sum(self.costs(item.body)) * item.trips)
                 case Branches():
-                    seconds.append(sum(self.costs(self._cheapest(item))))
+                    seconds.append(sum(self.costs(self._chosen(item))))
         return seconds
 
     def _of_op(self, op: Op, block: Block, before: list[float]) -> float:
@@ -262,8 +263,9 @@ class Pricing:
         taken = item.link_s if op.link_s else OpPrice(item, self.chip, self.rates).hbm_s
         return max(0.0, cost - taken)
 
-    def _cheapest(self, branches: Branches) -> Block:
-        return min(branches.options, key=lambda option: sum(self.costs(option)), default=Block())
+    def _chosen(self, branches: Branches) -> Block:
+        choose = max if branches.is_dearest else min
+        return choose(branches.options, key=lambda option: sum(self.costs(option)), default=Block())
 
 
 def _sum(ops: Iterator[OpTime]) -> Part:
