@@ -127,21 +127,21 @@ def _runs(name: str, engines: Mapping[str, Engine], *, repeats: int) -> dict[str
     return runs
 
 
-def steps_of(name: str, model: str, topology: str) -> dict[str, EstimatedCase]:
-    """Return a decode step of 16 sequences of each rank, and a prefill step, by name."""
-    prefill = EstimatedCase(model, topology, f"prefill_{PREFILL_TOKENS}", SEQUENCES, NUM_LAYERS)
+def steps_of(name: str, model: str, topology: str, *, layers: int = 4) -> dict[str, EstimatedCase]:
+    """Return a decode step of 16 sequences of each rank, and a prefill step, by name; `layers` are compiled, 0: all."""
+    prefill = EstimatedCase(model, topology, f"prefill_{PREFILL_TOKENS}", SEQUENCES, layers)
     return {
         f"{name}, decode, {SEQUENCES} a rank": replace(prefill, program=f"decode_{SEQUENCES}"),
         f"{name}, prefill, {PREFILL_TOKENS:,} a rank": prefill,
     }
 
 
-NUM_LAYERS, SEQUENCES, PREFILL_TOKENS = 4, 16, 8192
-"""Layers that are compiled; sequences and prompt tokens of a data rank."""
+SEQUENCES, PREFILL_TOKENS = 16, 8192
+"""Sequences and prompt tokens of a data rank."""
 STEPS_OF_TPUS = {
     **steps_of("30B on v6e:2x4", "qwen3-30b-a3b", "v6e:2x4"),
     **steps_of("gpt-oss 20B on v6e:2x4", "gpt-oss-20b", "v6e:2x4"),
-    **steps_of("Qwen3.5 35B on v6e:2x4", "qwen3.5-35b-a3b", "v6e:2x4"),
+    **steps_of("Qwen3.5 35B on v6e:2x4", "qwen3.5-35b-a3b", "v6e:2x4", layers=0),
 }
 KEPT = ("step", "layer", "compiled_layers", "num_layers")
 """Fields of an estimate that the result file keeps."""
