@@ -202,7 +202,9 @@ def differs(model: str, where: str) -> Any:
     [
         MODEL,
         differs(
-            "gpt-oss-20b", "windows of 256 or 1,024 columns in the output of attention; other emitters in the router"
+            "gpt-oss-20b",
+            "other windows in the output of attention, and in the head where prompts are scored; other emitters in the "
+            "router",
         ),
         differs("qwen3.5-35b-a3b", "other emitters for projections of 2,048 columns"),
     ],
