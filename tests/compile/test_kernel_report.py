@@ -35,6 +35,8 @@ KERNELS = {
         pytest.param("qwen3-30b-a3b", "v6e:2x4", {"expert_backend": "all_to_all"}, id="exchange"),
         pytest.param("gpt-oss-20b", "v6e:2x4", {}, id="gpt-oss", marks=pytest.mark.slow),
         pytest.param("qwen3.5-35b-a3b", "v6e:2x4", {}, id="hybrid", marks=pytest.mark.slow),
+        pytest.param("kimi-linear-48b-a3b", "v6e:2x4", {}, id="kimi", marks=pytest.mark.slow),
+        pytest.param("nemotron-3-nano-30b-a3b", "v6e:2x2", {"num_layers": 7}, id="mamba", marks=pytest.mark.slow),
         pytest.param("qwen3-235b-a22b", "v5p:2x4x4", {"num_redundant_experts": 32}, id="v5p", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "v5p:4x4x4", {}, id="latents", marks=pytest.mark.slow),
         pytest.param("gemma-4-26b-a4b", "v6e:2x2", {}, id="gemma4", marks=pytest.mark.slow),

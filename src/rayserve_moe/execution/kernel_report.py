@@ -250,7 +250,7 @@ def _recurrence(
     )
     pieces = Pieces(*[of_piece] * 5, RowEntries(*[of_piece] * 3))
     return kernels.recurrence.advance.choose(
-        tokens, DeltaPools(*arrays), pieces, layer=(LAYER, LAYER), delta=isinstance(own, GatedDelta)
+        tokens, DeltaPools(*arrays), pieces, layer=(LAYER, LAYER), delta=not isinstance(own, Mamba2)
     )
 
 
